@@ -1,0 +1,85 @@
+"""What every codec says. A codec is immutable and shared; the codes it makes belong to the store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import mlx.core as mx
+
+Codes = dict[str, mx.array]
+
+# Rows decoded at a time where no native path exists: bounds the scratch memory of one call.
+TILE = 1024
+
+
+class Axis(NamedTuple):
+    """Where the tokens run in one array of a codec's codes.
+
+    ``block`` tokens of the codec take ``slots`` consecutive entries along ``axis`` (negative: from the end).
+    """
+
+    axis: int
+    slots: int
+
+
+class Codec(ABC):
+    """Turns rows ``(B, H, n, D)`` into codes and attends on the codes.
+
+    ``block`` is the number of tokens that are encoded together (1: every token on its own). ``layout`` names the
+    arrays of the codes and how tokens run in them, so that the store can grow, cut and gather any codec's codes
+    without knowing what they mean.
+    """
+
+    block: int = 1
+    layout: Mapping[str, Axis]
+
+    @abstractmethod
+    def encode(self, x: mx.array) -> Codes:
+        """Codes of ``x`` ``(B, H, n, D)``, any float dtype, ``n`` a multiple of ``block``. Work is done in float32."""
+
+    @abstractmethod
+    def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """The rows ``(B, H, n, D)`` that the codes stand for."""
+
+    def scores(self, q: mx.array, codes: Codes) -> mx.array:
+        """Dot products ``(B, H, R, n)`` of query rows ``q`` ``(B, H, R, D)`` (already scaled) with the stored rows."""
+        tiles = [q @ self.decode(tile, q.dtype).swapaxes(-1, -2) for tile in self.tiles(codes)]
+        return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=-1)
+
+    def mix(self, p: mx.array, codes: Codes) -> mx.array:
+        """Weighted sums ``(B, H, R, D)`` of the stored rows; ``p`` is ``(B, H, R, n)``."""
+        out, start = None, 0
+        for tile in self.tiles(codes):
+            rows = self.decode(tile, p.dtype)
+            part = p[..., start : start + rows.shape[2]] @ rows
+            out, start = part if out is None else out + part, start + rows.shape[2]
+        assert out is not None
+        return out
+
+    def n_tokens(self, codes: Codes) -> int:
+        """How many tokens the codes hold."""
+        name, (axis, slots) = next(iter(self.layout.items()))
+        return codes[name].shape[axis] // slots * self.block
+
+    def cut(self, codes: Codes, start: int, stop: int) -> Codes:
+        """The codes of tokens ``start`` to ``stop``, both multiples of ``block``."""
+        out = {}
+        for name, (axis, slots) in self.layout.items():
+            index = [slice(None)] * codes[name].ndim
+            index[axis] = slice(start // self.block * slots, stop // self.block * slots)
+            out[name] = codes[name][tuple(index)]
+        return out
+
+    def tiles(self, codes: Codes, rows: int = TILE) -> list[Codes]:
+        """The codes in pieces of about ``rows`` tokens."""
+        n, step = self.n_tokens(codes), max(rows // self.block, 1) * self.block
+        if n <= step:
+            return [codes]
+        return [self.cut(codes, start, min(start + step, n)) for start in range(0, n, step)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codec's own constants (rotation, codebook), shared by every cache that uses it."""
+        return 0

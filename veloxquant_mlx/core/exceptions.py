@@ -1,0 +1,21 @@
+"""The error family. Every message says what was given, what is valid and what to do."""
+
+
+class VeloxError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class QuantizerConfigError(VeloxError, ValueError):
+    """A configuration value cannot be used: names the field, the value, the valid range and the remedy."""
+
+
+class ArtifactNotFoundError(VeloxError, FileNotFoundError):
+    """An artifact store does not hold what was asked for."""
+
+
+class CacheStateError(VeloxError, RuntimeError):
+    """A cache was asked for something that its present state does not allow; the state is unchanged."""
+
+
+class CacheInputError(VeloxError, ValueError):
+    """Tensors handed to a cache have the wrong rank, shape or contents; the cache is unchanged."""

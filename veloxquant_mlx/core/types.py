@@ -1,0 +1,58 @@
+"""The small value types that methods and caches exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..codecs.base import Codec
+    from ..policies.eviction import Eviction
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """What a method may know about the layer it is built for.
+
+    ``index`` counts the entries of the model's cache list, ``rank`` and ``n_layers`` only the layers that the method
+    is applied to. ``rope`` is the layer's own rotary module, None where there is none or no model is at hand.
+    """
+
+    head_dim: int = 128
+    value_dim: int = 128
+    kv_heads: int | None = None
+    index: int = 0
+    rank: int = 0
+    n_layers: int = 1
+    rope: Any = None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How one tensor (keys or values) of a layer is stored, as a function of the row count alone.
+
+    Rows run ``[sinks | sealed | tail]``: the first ``sinks`` rows and the newest rows stay in the model's dtype; the
+    rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist. ``codec=None``
+    keeps everything as it came.
+    """
+
+    codec: Codec | None = None
+    window: int = 0
+    chunk: int = 1
+    sinks: int = 0
+
+    def n_sealed(self, rows: int) -> int:
+        """Sealed rows after ``rows`` rows: independent of how they arrived."""
+        if self.codec is None:
+            return 0
+        return max(0, rows - self.sinks - self.window) // self.chunk * self.chunk
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a method builds: the storage of keys and values, and what may be dropped."""
+
+    keys: Stream
+    values: Stream
+    eviction: Eviction | None = None
+    notes: tuple[str, ...] = ()
