@@ -19,7 +19,7 @@ BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 def check_bits(bits: int, field: str = "bits", valid: tuple[int, ...] = BITS) -> int:
     """``bits``, or ``QuantizerConfigError`` where no codec packs that width."""
-    if isinstance(bits, bool) or bits not in valid:
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in valid:
         raise QuantizerConfigError(f"{field}={bits!r}: must be one of {valid}. Choose a width from that list.")
     return bits
 
