@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..core.exceptions import CacheInputError
 
@@ -50,7 +51,7 @@ class KVHandle:
     does beyond reading shape and dtype decodes into a real array.
     """
 
-    __slots__ = ("owner", "which", "shape", "dtype")
+    __slots__ = ("dtype", "owner", "shape", "which")
 
     def __init__(self, owner: Attends, which: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
         self.owner, self.which, self.shape, self.dtype = owner, which, tuple(shape), dtype
@@ -146,8 +147,8 @@ def _library_globals() -> Iterator[dict[str, Any]]:
 
 def _functions(model: Any) -> Iterator[FunctionType]:
     """Every function of every class in the model: reaches ``model_file`` code that sys.modules does not know."""
-    modules = getattr(model, "modules", None)
-    classes = {base for part in modules() for base in type(part).__mro__} if callable(modules) else set()
+    parts = model.modules() if isinstance(model, nn.Module) else []
+    classes = {base for part in parts for base in type(part).__mro__}
     for cls in classes:
         for member in list(vars(cls).values()):
             function = getattr(member, "__func__", getattr(member, "fget", member))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..codecs.base import Codec
+    from ..models.rope import Rotation, UnknownRotation
+    from ..models.rope import Rotation, UnknownRotation
     from ..policies.eviction import Eviction
 
 
@@ -15,16 +17,19 @@ class LayerInfo:
     """What a method may know about the layer it is built for.
 
     ``index`` counts the entries of the model's cache list, ``rank`` and ``n_layers`` only the layers that the method
-    is applied to. ``rope`` is the layer's own rotary module, None where there is none or no model is at hand.
+    is applied to. ``rope`` is the rotation that the layer gives its keys (``models.rope``), None where it gives none or
+    no model is at hand. ``shared``: another layer reads the same rows later in the same step.
     """
 
     head_dim: int = 128
     value_dim: int = 128
     kv_heads: int | None = None
+    query_heads: int | None = None
     index: int = 0
     rank: int = 0
     n_layers: int = 1
-    rope: Any = None
+    rope: Rotation | UnknownRotation | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a method builds: the storage of keys and values, and what may be dropped."""
+    """What a method builds: the storage of keys and values, what may be dropped, and notes for the receipt."""
 
     keys: Stream
     values: Stream
