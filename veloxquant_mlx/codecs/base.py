@@ -14,6 +14,11 @@ Codes = dict[str, mx.array]
 TILE = 1024
 
 
+def after(codes: Codes, done: list[mx.array]) -> Codes:
+    """The same codes, to be read only once ``done`` is computed: keeps decoded tiles from living side by side."""
+    return dict(zip(codes, mx.depends(list(codes.values()), done), strict=True)) if done else codes
+
+
 class Axis(NamedTuple):
     """Where the tokens run in one array of a codec's codes.
 
@@ -45,18 +50,21 @@ class Codec(ABC):
 
     def scores(self, q: mx.array, codes: Codes) -> mx.array:
         """Dot products ``(B, H, R, n)`` of query rows ``q`` ``(B, H, R, D)`` (already scaled) with the stored rows."""
-        tiles = [q @ self.decode(tile, q.dtype).swapaxes(-1, -2) for tile in self.tiles(codes)]
-        return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=-1)
+        parts: list[mx.array] = []
+        for tile in self.tiles(codes):
+            parts.append(q @ self.decode(after(tile, parts[-1:]), q.dtype).swapaxes(-1, -2))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         """Weighted sums ``(B, H, R, D)`` of the stored rows; ``p`` is ``(B, H, R, n)``."""
-        out, start = None, 0
+        sums: list[mx.array] = []
+        start = 0
         for tile in self.tiles(codes):
-            rows = self.decode(tile, p.dtype)
+            rows = self.decode(after(tile, sums[-1:]), p.dtype)
             part = p[..., start : start + rows.shape[2]] @ rows
-            out, start = part if out is None else out + part, start + rows.shape[2]
-        assert out is not None
-        return out
+            sums.append(part if not sums else sums[-1] + part)
+            start += rows.shape[2]
+        return sums[-1]
 
     def n_tokens(self, codes: Codes) -> int:
         """How many tokens the codes hold."""

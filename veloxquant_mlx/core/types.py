@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
+
 if TYPE_CHECKING:
     from ..codecs.base import Codec
     from ..models.rope import Rotation, UnknownRotation
@@ -38,13 +40,16 @@ class Stream:
 
     Rows run ``[sinks | sealed | tail]``: the first ``sinks`` rows and the newest rows stay in the model's dtype; the
     rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist. ``codec=None``
-    keeps everything as it came.
+    keeps everything as it came. ``dtype`` casts the rows on arrival, None keeps the model's.
+    ``bounded`` says that a policy caps the float rows, so that no room to grow is held.
     """
 
     codec: Codec | None = None
     window: int = 0
     chunk: int = 1
     sinks: int = 0
+    dtype: mx.Dtype | None = None
+    bounded: bool = False
 
     def n_sealed(self, rows: int) -> int:
         """Sealed rows after ``rows`` rows: independent of how they arrived."""

@@ -1,0 +1,65 @@
+"""The one attention entry: chooses how a call is computed from what the store holds, and says which way it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import mlx.core as mx
+
+from ..cache.store import Store
+from . import blockwise, masks, reference
+
+
+class Path(str, Enum):
+    """How one attention call was computed; the receipt names it."""
+
+    FUSED = "mlx fused attention on float rows"
+    PACKED = "on packed data"
+    BLOCKWISE = "on packed data, block by block"
+    REFERENCE = "float32 reference on decoded rows"
+
+
+def attention(
+    store: Store,
+    q: mx.array,
+    scale: float,
+    mask: masks.Mask,
+    sinks: mx.array | None,
+    compute: mx.Dtype | None = None,
+    key_view: Callable[[mx.array], mx.array] | None = None,
+) -> tuple[mx.array, Path]:
+    """Attention of ``q`` ``(B, Hq, L, D)`` over everything that the store holds, in q's dtype.
+
+    ``mask`` has one column per stored row (``masks.for_rows``). ``compute`` is the dtype of the products on packed
+    data, None for q's own; ``key_view`` changes float keys before they are used. Scores go through one float32
+    softmax.
+    """
+    if not (store.keys.n_packed or store.values.n_packed):
+        keys, values = store.keys.dense(), store.values.dense()
+        keys = keys if key_view is None else key_view(keys)
+        out = mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return out.astype(q.dtype), Path.FUSED
+    assert key_view is None, "a method that changes keys in attention keeps them in floats"
+    x = q if compute is None else q.astype(compute)
+    # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
+    if q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]:
+        return _packed(store, x, scale, mask, sinks).astype(q.dtype), Path.PACKED
+    return blockwise.attention(store, x, scale, mask, sinks).astype(q.dtype), Path.BLOCKWISE
+
+
+def decoded(store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None) -> mx.array:
+    """The same by the float32 reference: slow, for comparison."""
+    keys, values = store.keys.dense(dtype=mx.float32), store.values.dense(dtype=mx.float32)
+    return reference.attention(q, keys, values, scale, mask, sinks)
+
+
+def _packed(store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None) -> mx.array:
+    b, hq, length, d = q.shape
+    h, n = store.keys.heads, store.n
+    # Query heads of one kv head become rows, so that the codes are read once.
+    rows = (q * scale).astype(q.dtype).reshape(b, h, hq // h * length, d)
+    scores = store.keys.scores(rows).reshape(b, h, hq // h, length, n)
+    weights = reference.softmax(masks.apply(scores, mask, past=n - length), sinks)
+    out = store.values.mix(weights.astype(q.dtype).reshape(b, h, hq // h * length, n))
+    return out.reshape(b, hq, length, out.shape[-1])

@@ -1,0 +1,438 @@
+"""The serving cache of one layer: mlx_lm's cache protocol around a store, an attention entry and a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
+from mlx_lm.models.base import create_causal_mask
+
+from ..attention import entry, masks
+from ..attention.hook import KVHandle
+from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigError
+from ..core.types import LayerInfo, Recipe
+from ..observers import QuantizationEvent
+from . import state as saved
+from .registry import method
+from .store import Store
+
+if TYPE_CHECKING:
+    from .base import KVCacheConfig
+
+
+class Mode(Enum):
+    """Whether the model's attention comes back to this cache; learned from the first update."""
+
+    LEARN = "not yet known"
+    HANDLE = "attends through the cache"
+    ARRAY = "attends on decoded arrays (the model's own attention)"
+
+
+class Phase(Enum):
+    """Where a policy that drops rows stands (the first single-token call after a prompt ends the prompt)."""
+
+    EMPTY = "empty"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class _Absent:
+    """An inherited name that must look absent to ``hasattr``: mlx_lm acts on its mere presence."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        raise AttributeError(f"CompressedKVCache has no attribute {self.name!r}")
+
+
+class CompressedKVCache(mlx_cache.KVCache):
+    """Keys and values of one layer, held compressed by ``config.method``.
+
+    ``update_and_fetch`` only appends; ``attend`` computes over everything held with the model's real queries, then
+    rows that left their window are encoded and rows that the policy gives up are dropped. Counters are Python ints;
+    nothing here waits for the device, except that a policy's eviction at the end of a prompt evaluates what stays,
+    so that the memory of the rest is free at once.
+
+    ``offset`` is the number of tokens seen (the position of the next token), whatever is still held. Geometry and
+    dtype come from the first update. Raises CacheInputError for tensors that do not fit (the cache is unchanged) and
+    CacheStateError for non-finite rows, a full ``capacity`` and impossible trims.
+    """
+
+    step: int = 1  # mlx_lm's growth step; the store has its own
+    to_quantized = _Absent()
+    merge = _Absent()  # batches of requests arrive with their own class, never with mlx_lm's uncompressed one
+
+    def __init__(self, config: KVCacheConfig, layer: LayerInfo = LayerInfo()):
+        self._config, self._layer = config, layer
+        self._recipe: Recipe = method(config.method).recipe(config, layer)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._store = Store(self._recipe)
+        self.offset = 0
+        self.shared = False  # set by the seam: another layer reads these rows too
+        self._mode, self._phase = Mode.LEARN, Phase.EMPTY
+        self._issued: tuple[mx.array, mx.array] | None = None
+        self._new = 0  # rows of the update whose attention is still to come
+        self._queries: mx.array | None = None  # of that attention, until acted upon
+        self._scale, self._sinks = 1.0, None
+        self._finite: tuple[int, mx.array] | None = None  # first token of the last chunk, whether it is finite
+        self._paths: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------- protocol of mlx_lm
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append ``keys`` ``(B, H, S, Dk)`` and ``values`` ``(B, H, S, Dv)``; what comes back goes to attention."""
+        self._check(keys, values)
+        if self._mode is Mode.LEARN and self._issued is not None:
+            self._use_arrays()
+        self._settle()
+        if self.offset == 0:
+            self._fit_geometry(keys, values)
+        length = keys.shape[2]
+        self._watch(keys, values)
+        self._store.append(keys, values, self.offset)
+        self.offset += length
+        self._new = length
+        return self._issue((keys, values) if self.offset == length else None)
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What the last update returned, for layers that share another layer's keys and values."""
+        if self._mode is Mode.HANDLE or self._issued is None:
+            return self._issue(None)
+        return self._issued
+
+    def attend(
+        self, queries: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Attention of ``queries`` ``(B, Hq, L, Dk)`` over everything held, ``(B, Hq, L, Dv)`` in the queries' dtype.
+
+        ``mask`` as in ``mx.fast.scaled_dot_product_attention``; an array has one column per token seen. ``sinks``
+        ``(Hq,)`` are learned sink logits.
+        """
+        if self._store.n == 0:
+            raise CacheStateError("attend on an empty cache; call update_and_fetch first")
+        self._mode, self._issued = Mode.HANDLE, None
+        store = self._store
+        mask = masks.for_rows(mask, self.offset, store.n, store.positions, store.keys.heads)
+        if not self._config.enable_vectorized_attend:
+            out, path = entry.decoded(store, queries, scale, mask, sinks), entry.Path.REFERENCE
+        else:
+            view = self._key_view()
+            out, path = entry.attention(store, queries, scale, mask, sinks, compute=self._config.dtype, key_view=view)
+        self._paths.add(path.value)
+        if self._new:
+            self._queries, self._scale, self._sinks = queries, scale, sinks
+        if not self.shared:  # other readers of this step must find the same rows: settled by the next update
+            self._settle()
+        # Arrays that no output depends on would grow into an ever longer unevaluated chain.
+        loose = list(store.aux.values())
+        return mx.depends([out], loose)[0] if loose else out
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask for ``N`` new tokens: mlx_lm's shorthand where it says enough, else one column per token seen.
+
+        Where the model attends on decoded arrays, one column per row that it will get.
+        """
+        if window_size is None and (N == 1 or not return_array):
+            return None if N == 1 else "causal"
+        if self._mode is Mode.HANDLE or self.positions.shape[1] > 1:
+            return create_causal_mask(N, self.offset, window_size=window_size)
+        self._settle()
+        columns = mx.concatenate([self.positions[0, 0], mx.arange(self.offset, self.offset + N)])
+        rows = mx.arange(self.offset, self.offset + N)[:, None]
+        allowed = rows >= columns
+        return allowed if window_size is None else allowed & (rows < columns + window_size)
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    def is_trimmable(self) -> bool:
+        """Whether ``trim`` works: constant from construction on, since speculative decoding asks only once."""
+        return self._recipe.eviction is None
+
+    def trim(self, n: int) -> int:
+        """Forget the newest ``n`` tokens (at most all); returns how many. A method that drops rows cannot."""
+        if not self.is_trimmable():
+            raise CacheStateError(
+                f"{self._config.method!r} drops tokens and cannot trim (asked: {n}); is_trimmable() is False for it. "
+                "Start a new cache for the shorter text."
+            )
+        if n < 0:
+            raise CacheInputError(f"trim: n={n}; valid: 0 or more")
+        n = min(n, self.offset)
+        if n:
+            self._settle()
+            before = self.nbytes
+            self._store.truncate(self.offset - n)
+            self.offset -= n
+            self._issued, self._new = None, 0
+            self._emit("trim", (n,), before)
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array that this cache keeps alive, the method's constants included."""
+        return sum(self.held_bytes().values())
+
+    @property
+    def keys(self) -> list[mx.array] | None:
+        """Every stored array: pipeline-parallel models hang dependencies on it (``cache.keys = mx.depends(...)``)."""
+        return list(self._store.arrays().values()) or None
+
+    @keys.setter
+    def keys(self, arrays: list[mx.array]) -> None:
+        self._store.set_arrays(dict(zip(self._store.arrays(), arrays, strict=True)))
+
+    @property
+    def values(self) -> None:
+        """Nothing: keys and values are stored together; use ``materialize``."""
+        return None
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """A header and every array, flags included: mlx_lm evaluates this between prompt chunks."""
+        return saved.pack(self) if self._finite is None else (*saved.pack(self), self._finite[1])
+
+    @state.setter
+    def state(self, arrays: Any) -> None:
+        saved.unpack(self, arrays)
+
+    @property
+    def meta_state(self) -> str:
+        return ""
+
+    @meta_state.setter
+    def meta_state(self, value: Any) -> None:
+        if value:
+            raise CacheInputError(f"meta_state={value!r}; valid: empty (everything is in state)")
+
+    @classmethod
+    def from_state(cls, state: Any, meta_state: Any = None) -> CompressedKVCache:
+        """A cache from what ``state`` gave, without the model."""
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedKVCache:
+        """An independent cache; arrays are shared until written, recipe and config always."""
+        clone = type(self).__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        clone._store = Store(self._recipe)
+        clone._store.copy_from(self._store)
+        clone._issued, clone._paths = None, set(self._paths)
+        return clone
+
+    # ------------------------------------------------------------------------------------------------- our own names
+
+    def materialize(self) -> tuple[mx.array, mx.array]:
+        """Decoded keys ``(B, H, n, Dk)`` and values ``(B, H, n, Dv)`` of the rows held, in the dtype they came in."""
+        if self._store.n == 0:
+            raise CacheStateError("materialize on an empty cache; call update_and_fetch first")
+        keys, values, view = self._store.keys, self._store.values, self._key_view()
+        rows = keys.dense(dtype=keys.dtype)
+        return view(rows) if view else rows, values.dense(dtype=values.dtype)
+
+    def end_prefill(self) -> None:
+        """Tell a policy that the prompt is complete. Only needed where the whole prompt came in one call."""
+        if self._recipe.eviction is not None and not self.empty():
+            self._settle()
+            self._evict()
+            self._seal()
+            self._phase = Phase.DECODE
+
+    @property
+    def positions(self) -> mx.array:
+        """Positions ``(B | 1, H | 1, n)`` int32 of the rows held, oldest first."""
+        if self._store.positions is not None:
+            return self._store.positions
+        return mx.arange(self._store.n, dtype=mx.int32)[None, None]
+
+    @property
+    def config(self) -> KVCacheConfig:
+        return self._config
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes held by kind: ``packed`` codes, ``window`` float rows, ``index`` positions and policy, ``fixed``."""
+        out = {"packed": 0, "window": 0, "index": 0, "fixed": 0}
+        for name, array in self._store.arrays().items():
+            stream, _, field = name.partition(".")
+            kind = "index" if stream not in "kv" else "window" if field in ("sinks", "tail") else "packed"
+            out[kind] += array.nbytes
+        out["fixed"] = sum(a.nbytes for a in saved.constants(self._recipe))
+        return out
+
+    def describe(self) -> dict[str, Any]:
+        """What the receipt says of this layer."""
+        return {
+            "method": self._config.method,
+            "tokens": self.offset,
+            "rows": self._store.n,
+            "elements": self._elements,
+            "bytes": self.held_bytes(),
+            "attention": sorted(self._paths) or [self._mode.value],
+            "notes": list(self._recipe.notes),
+        }
+
+    @property
+    def _elements(self) -> int:
+        """Numbers that an uncompressed cache would hold for the same tokens."""
+        if self.empty():
+            return 0
+        keys, values = self._store.keys, self._store.values
+        return keys.batch * keys.heads * self.offset * (keys.dim + values.dim)
+
+    # -------------------------------------------------------------------------------------------------------- inside
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        """Refuse tensors that do not fit, before anything changes."""
+        if keys.ndim != 4 or values.ndim != 4:
+            raise CacheInputError(
+                f"keys and values must have 4 axes (B, H, S, D); got {keys.shape} and {values.shape}"
+            )
+        if 0 in keys.shape or 0 in values.shape:
+            raise CacheInputError(f"keys {keys.shape} and values {values.shape}: no axis of (B, H, S, D) may be empty")
+        if keys.shape[:3] != values.shape[:3]:
+            raise CacheInputError(f"keys {keys.shape} and values {values.shape} must agree in (B, H, S)")
+        if not (mx.issubdtype(keys.dtype, mx.floating) and mx.issubdtype(values.dtype, mx.floating)):
+            raise CacheInputError(f"keys are {keys.dtype} and values {values.dtype}; valid: a float dtype")
+        if self._store.n:
+            k, v = self._store.keys, self._store.values
+            held, got = (k.batch, k.heads, k.dim, v.dim), (*keys.shape[:2], keys.shape[3], values.shape[3])
+            if held != got:
+                raise CacheInputError(f"this cache holds (B, H, Dk, Dv) = {held}; got {got}")
+        capacity = self._config.capacity
+        if capacity is not None and self._recipe.eviction is None and self.offset + keys.shape[2] > capacity:
+            raise CacheStateError(
+                f"capacity={capacity} tokens; {self.offset} are held and {keys.shape[2]} more came. "
+                "Raise capacity, or choose a method that drops tokens."
+            )
+        self._raise_if_not_finite()
+
+    def _watch(self, keys: mx.array, values: mx.array) -> None:
+        """Note, without waiting for it, whether a chunk is finite before its rows shape scales that others share.
+
+        A single decoded row needs no watch: it is in its own attention at once, and the output shows it.
+        """
+        if keys.shape[2] > 1:
+            self._finite = (self.offset, mx.all(mx.isfinite(keys)) & mx.all(mx.isfinite(values)))
+
+    def _raise_if_not_finite(self) -> None:
+        """Raise where the last chunk was not finite. mlx_lm has evaluated the flag by then, with the state."""
+        if self._finite is None:
+            return
+        start, flag = self._finite
+        if not flag.item():
+            raise CacheStateError(
+                f"keys or values from token {start} on hold NaN or infinity, which spoils what is held. "
+                "Use a new cache; a model that overflows in float16 needs bfloat16 or float32."
+            )
+        self._finite = None
+
+    def _fit_geometry(self, keys: mx.array, values: mx.array) -> None:
+        """Rebuild the recipe where the tensors differ from what the configuration promised."""
+        layer = dataclasses.replace(
+            self._layer, head_dim=keys.shape[3], value_dim=values.shape[3], kv_heads=keys.shape[1]
+        )
+        if layer != self._layer:
+            self._layer, self._recipe = layer, method(self._config.method).recipe(self._config, layer)
+            self._store = Store(self._recipe)
+
+    def _use_arrays(self) -> None:
+        """Nobody called ``attend`` for the last update: the model has attention code of its own."""
+        ev = self._recipe.eviction
+        if ev is not None and ev.score is not None:
+            raise QuantizerConfigError(
+                f"method={self._config.method!r} needs the model's queries, but this model's attention does not go "
+                "through mlx_lm's shared attention function. Choose a method that needs no queries."
+            )
+        self._mode = Mode.ARRAY
+
+    def _issue(self, arrays: tuple[mx.array, mx.array] | None) -> tuple[Any, Any]:
+        """Handles where attention comes back to us; arrays (``arrays``, or decoded) where it does not or may not."""
+        self._issued = None
+        if self._mode is Mode.HANDLE:
+            k, v = self._store.keys, self._store.values
+            shape = (k.batch, k.heads, self.offset)
+            return KVHandle(self, "k", (*shape, k.dim), k.dtype), KVHandle(self, "v", (*shape, v.dim), v.dtype)
+        issued = arrays or self.materialize()
+        if self._mode is Mode.LEARN:
+            self._issued = issued
+        return issued
+
+    def _key_view(self) -> Callable[[mx.array], mx.array] | None:
+        """How keys must be changed before attention sees them, None for not at all."""
+        ev, dropped = self._recipe.eviction, self.offset - self._store.n
+        if ev is None or ev.rotation is None or dropped == 0:
+            return None
+        return lambda keys: ev.in_cache_positions(keys, dropped)
+
+    def _settle(self) -> None:
+        """Act on the last update, once: observe its queries, drop rows, encode what left the windows."""
+        new, queries, self._new, self._queries = self._new, self._queries, 0, None
+        if new == 0:
+            return
+        ev, store, capacity = self._recipe.eviction, self._store, self._config.capacity
+        if ev is None:
+            self._seal()
+            return
+        prompt, ends = self._phase is not Phase.DECODE or new > 1, self._phase is Phase.PREFILL and new == 1
+        # Once rows were dropped, queries matter again only from the next turn's prompt on.
+        if queries is not None and (prompt or capacity is not None or store.n == self.offset):
+            ev.observe(store, queries)
+        if ev.bounded or ends or (capacity is not None and store.n > capacity):
+            self._evict()
+        self._phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
+        if ev.bounded or self._phase is Phase.DECODE:
+            self._seal()
+
+    def _evict(self) -> None:
+        ev, store = self._recipe.eviction, self._store
+        assert ev is not None
+        kept = ev.kept(store, self._scale, self._sinks)
+        if kept is None:
+            return
+        before, rows, begun = self.nbytes, store.n, time.perf_counter()
+        store.keep(kept)
+        if not ev.bounded:
+            if self._config.capacity is None:
+                ev.forget(store)
+            mx.eval(list(store.arrays().values()))
+        self._emit("evict", (rows - store.n,), before, begun)
+
+    def _seal(self) -> None:
+        before, begun = self.nbytes if self._config.observers else 0, time.perf_counter()
+        if rows := self._store.seal():
+            self._emit("encode", (rows,), before, begun)
+
+    def _emit(self, stage: str, shape: tuple[int, ...], before: int, begun: float | None = None) -> None:
+        """Tell the observers. They see real times: with observers attached, every event waits for the device."""
+        if not self._config.observers:
+            return
+        mx.eval(list(self._store.arrays().values()))
+        event = QuantizationEvent(
+            stage=stage,
+            input_shape=shape,
+            elapsed_ms=0.0 if begun is None else (time.perf_counter() - begun) * 1e3,
+            memory_delta_bytes=self.nbytes - before,
+            metadata={"method": self._config.method, "layer": self._layer.index, "offset": self.offset},
+        )
+        for observer in self._config.observers:
+            observer.on_event(event)
+
+
+# mlx_lm's load_prompt_cache and CacheList look classes up by name in their own module.
+if hasattr(mlx_cache, CompressedKVCache.__name__):
+    raise ImportError("mlx_lm has a cache class called CompressedKVCache; this package must be renamed to match")
+setattr(mlx_cache, CompressedKVCache.__name__, CompressedKVCache)

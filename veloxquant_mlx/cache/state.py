@@ -1,0 +1,148 @@
+"""A cache as arrays: what mlx_lm evaluates between prompt chunks and what its prompt-cache files hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..core.exceptions import CacheStateError
+from ..core.types import LayerInfo, Recipe
+from ..models.rope import Rotation, UnknownRotation
+
+if TYPE_CHECKING:
+    from .layer import CompressedKVCache
+
+FORMAT = 1
+# Not part of what is stored: where things come from or go to.
+_TRANSIENT = ("options", "store", "observers")
+
+
+def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
+    """``(header, *arrays)``; the header is JSON in a uint8 array, so that arrays are all there is."""
+    arrays = cache._store.arrays()
+    config, unsaved = _plain(cache._config)
+    header = {
+        "format": FORMAT,
+        "config": config,
+        "unsaved": unsaved,
+        "layer": _layer_values(cache._layer),
+        "offset": cache.offset,
+        "phase": cache._phase.name,
+        "scale": cache._scale,
+        "rows": cache._store.counts(),
+        "kind": [(s.batch, s.heads, s.dim, _dtype_name(s.dtype)) for s in (cache._store.keys, cache._store.values)],
+        "names": list(arrays),
+    }
+    return mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8)), *arrays.values()
+
+
+def unpack(cache: CompressedKVCache, state: Any) -> None:
+    """Make ``cache`` what ``pack`` saw. Raises CacheStateError for anything that ``pack`` did not write."""
+    from .base import KVCacheConfig
+    from .layer import Phase
+    from .registry import method
+
+    header = _header(state)
+    names, arrays = header["names"], list(state[1:])
+    if len(arrays) < len(names):
+        raise CacheStateError(f"the state holds {len(arrays)} arrays; its header names {len(names)}: it is incomplete")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in header["config"].items()}
+    if values.get("dtype"):
+        values["dtype"] = getattr(mx, values["dtype"])
+    config = KVCacheConfig(**values)
+    if isinstance(config.bit_width_inlier, tuple):
+        config.bit_width_inlier = list(config.bit_width_inlier)
+    layer = LayerInfo(**header["layer"] | {"rope": _rope(header["layer"]["rope"])})
+    recipe = method(config.method).recipe(config, layer)
+    cache._config, cache._layer, cache._recipe = config, layer, recipe
+    cache._reset()
+    cache.offset, cache._phase, cache._scale = header["offset"], Phase[header["phase"]], header["scale"]
+    store = cache._store
+    store.set_arrays(dict(zip(names, arrays, strict=False)))
+    store.set_counts(header["rows"])
+    for stream, (batch, heads, dim, dtype) in zip((store.keys, store.values), header["kind"], strict=True):
+        stream.batch, stream.heads, stream.dim, stream.dtype = batch, heads, dim, getattr(mx, dtype)
+
+
+def _header(state: Any) -> dict[str, Any]:
+    try:
+        header = json.loads(bytes(np.array(state[0])))
+        found = header["format"]
+    except (IndexError, TypeError, ValueError, KeyError) as error:
+        raise CacheStateError("this is not the state of a CompressedKVCache (its header cannot be read)") from error
+    if found != FORMAT:
+        raise CacheStateError(f"state format {found}; this version reads {FORMAT}. Use the version that wrote it.")
+    return header
+
+
+def _plain(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """Fields that differ from the defaults as JSON values, and the names of those that JSON cannot hold."""
+    plain: dict[str, Any] = {"method": config.method}
+    unsaved = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _TRANSIENT or value is None or (value == field.default) is True:
+            continue
+        if isinstance(value, mx.Dtype):
+            plain[field.name] = _dtype_name(value)
+        elif isinstance(value, (bool, int, float, str, list, tuple)):
+            plain[field.name] = value
+        else:
+            unsaved.append(field.name)
+    return plain, unsaved
+
+
+def _layer_values(layer: LayerInfo) -> dict[str, Any]:
+    values = {f.name: getattr(layer, f.name) for f in dataclasses.fields(LayerInfo)}
+    if isinstance(layer.rope, Rotation):
+        values["rope"] = {"partner": layer.rope.partner.tolist(), "rate": layer.rope.rate.tolist()}
+    elif isinstance(layer.rope, UnknownRotation):
+        values["rope"] = {"reason": layer.rope.reason}
+    return values
+
+
+def _rope(values: dict[str, Any] | None) -> Rotation | UnknownRotation | None:
+    if values is None:
+        return None
+    if "reason" in values:
+        return UnknownRotation(values["reason"])
+    return Rotation(np.array(values["partner"], np.int32), np.array(values["rate"], np.float64))
+
+
+def _dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def constants(recipe: Recipe) -> list[mx.array | np.ndarray]:
+    """Every array that the recipe keeps alive (rotations, codebooks), once each; a model's own arrays are its own."""
+    seen: dict[int, mx.array | np.ndarray] = {}
+    visited: set[int] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, (mx.array, np.ndarray)):
+            seen[id(value)] = value
+            return
+        if isinstance(value, nn.Module) or id(value) in visited:
+            return
+        visited.add(id(value))
+        for child in _children(value):
+            walk(child)
+
+    walk(recipe)
+    return list(seen.values())
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif type(value).__module__.startswith(__package__.partition(".")[0]):
+        yield from vars(value).values() if hasattr(value, "__dict__") else ()
+        yield from (getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name))

@@ -1,0 +1,55 @@
+"""When rows are dropped, and which. One class for every method that drops rows; methods choose its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..cache.store import Store
+from ..models.rope import Rotation
+from . import select
+from .scores import Score
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Keep at most ``budget`` rows per kv head: the first ``sinks`` positions, the newest ``recent`` rows, top scores.
+
+    Rows are dropped at the end of the prompt, or after every call with ``bounded=True``. Without a ``score`` the kept
+    rows are sinks and recents alone (``sinks + recent == budget``). With a ``rotation`` the sink rows' keys are moved
+    along by as many positions as rows were dropped: streaming methods count positions inside the cache.
+    """
+
+    budget: int
+    sinks: int = 0
+    recent: int = 1
+    score: Score | None = None
+    bounded: bool = False
+    rotation: Rotation | None = None
+
+    def observe(self, store: Store, q: mx.array) -> None:
+        """See the queries of one call."""
+        if self.score is not None:
+            self.score.observe(store, q)
+
+    def kept(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array | None:
+        """Ascending indices ``(B | 1, H | 1, budget)`` of the rows that stay, None where all do."""
+        n = store.n
+        if n <= self.budget:
+            return None
+        if self.score is None:
+            return mx.concatenate([mx.arange(self.sinks), mx.arange(n - self.recent, n)])[None, None]
+        score = self.score.score(store, scale, sinks)
+        return select.top(select.protect(score, store.positions, self.sinks, self.recent), self.budget)
+
+    def forget(self, store: Store) -> None:
+        """Free what the score remembers."""
+        if self.score is not None:
+            self.score.forget(store)
+
+    def in_cache_positions(self, keys: mx.array, dropped: int) -> mx.array:
+        """Keys ``(B, H, n, D)`` as attention must see them once ``dropped`` rows are gone."""
+        if self.rotation is None or dropped == 0 or self.sinks == 0:
+            return keys
+        return mx.concatenate([self.rotation(keys[:, :, : self.sinks], dropped), keys[:, :, self.sinks :]], axis=2)

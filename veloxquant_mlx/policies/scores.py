@@ -1,0 +1,83 @@
+"""How important a stored row is. Scores are float32, one per (batch row, kv head, stored row)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from ..attention import masks, reference
+from ..cache.store import Store
+
+
+class Score(ABC):
+    """Watches the queries of every call and scores the rows when asked. What it remembers lives in ``store.aux``."""
+
+    @abstractmethod
+    def observe(self, store: Store, q: mx.array) -> None:
+        """See the queries ``q`` ``(B, Hq, L, D)`` of one call, exactly as attention got them."""
+
+    @abstractmethod
+    def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
+        """Scores ``(B, H, n)``; infinity marks rows that the score itself protects."""
+
+    def forget(self, store: Store) -> None:
+        """Drop what was remembered: the rows that it belongs to have been chosen."""
+        store.aux.clear()
+
+
+@dataclass(frozen=True)
+class WindowAttention(Score):
+    """Attention that the newest ``window`` queries pay to each older row, smoothed along the rows.
+
+    Weights are taken over all rows, then averaged over the window and over the query heads of a kv head, then pooled
+    with an odd ``kernel`` (zero padding, divisor always ``kernel``). The window's own rows are protected.
+    ``batched=False`` scores one kv head at a time: the same numbers with less scratch memory. ``decoded=True`` scores
+    decoded float32 rows instead of what is stored: for comparison.
+    """
+
+    window: int
+    kernel: int = 5
+    pooling: Literal["mean", "max"] = "mean"
+    batched: bool = True
+    decoded: bool = False
+
+    def observe(self, store: Store, q: mx.array) -> None:
+        old = store.aux.get("queries")
+        if q.shape[2] < self.window and old is not None:
+            q = mx.concatenate([old, q], axis=2)
+        store.aux["queries"] = q[:, :, -self.window :] * 1  # own buffer: a slice would hold the whole chunk
+
+    def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
+        q, h = store.aux["queries"].astype(mx.float32) * scale, store.keys.heads
+        b, hq, window, d = q.shape
+        rows = q.reshape(b, h, hq // h * window, d)
+        if self.batched and not self.decoded:
+            seen = self._seen(store.keys.scores(rows), window, sinks)
+        else:
+            keys, step = store.keys.dense(dtype=mx.float32), h if self.batched else 1
+            parts: list[mx.array] = []
+            for head in range(0, h, step):
+                one = mx.depends([rows[:, head : head + step]], parts[-1:])[0]
+                share = None if sinks is None else sinks.reshape(h, -1)[head : head + step]
+                parts.append(self._seen(one @ keys[:, head : head + step].swapaxes(-1, -2), window, share))
+            seen = mx.concatenate(parts, axis=1)
+        pooled = pool(seen, self.kernel, self.pooling)
+        return mx.concatenate([pooled, mx.full((b, h, window), mx.inf)], axis=-1)
+
+    def _seen(self, scores: mx.array, window: int, sinks: mx.array | None) -> mx.array:
+        """Mean weight ``(B, H, n - window)`` from scores ``(B, H, R * window, n)``."""
+        b, h, rows, n = scores.shape
+        z = masks.apply(scores.reshape(b, h, rows // window, window, n), "causal", past=n - window)
+        return reference.softmax(z, sinks)[..., : n - window].mean(axis=(2, 3))
+
+
+def pool(x: mx.array, kernel: int, how: Literal["mean", "max"]) -> mx.array:
+    """Pool ``(..., n)`` along the last axis, stride 1, odd ``kernel``; means divide by ``kernel`` at the borders too."""
+    half, n = kernel // 2, x.shape[-1]
+    fill = 0.0 if how == "mean" else -mx.inf
+    padded = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(half, half)], constant_values=fill)
+    shifted = mx.stack([padded[..., i : i + n] for i in range(kernel)])
+    return shifted.mean(axis=0) if how == "mean" else shifted.max(axis=0)
