@@ -9,8 +9,16 @@ class QuantizerConfigError(VeloxError, ValueError):
     """A configuration value cannot be used: names the field, the value, the valid range and the remedy."""
 
 
+class KernelUnavailableError(QuantizerConfigError, RuntimeError):
+    """A kernel was demanded that does not exist here; the message says how to run without it."""
+
+
 class ArtifactNotFoundError(VeloxError, FileNotFoundError):
     """An artifact store does not hold what was asked for."""
+
+
+class ArtifactDamagedError(VeloxError, ValueError):
+    """An artifact is there but cannot be read; the message names the file."""
 
 
 class CacheStateError(VeloxError, RuntimeError):

@@ -1,0 +1,175 @@
+"""The 43 methods by name: identity, validation and recipe, each loaded from its own file when it is first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ..core.exceptions import KernelUnavailableError, QuantizerConfigError
+from ..methods._method import MethodInfo, Valid, refuse
+
+if TYPE_CHECKING:
+    from ..core.types import LayerInfo, Recipe
+    from ._flat import FlatConfig
+
+MethodName = Literal[
+    "turboquant_prod",
+    "turboquant_mse",
+    "turboquant_rvq",
+    "polar",
+    "qjl",
+    "vecinfer",
+    "spectral",
+    "kivi",
+    "kivi_sink",
+    "svdq",
+    "kitty",
+    "adakv",
+    "xquant",
+    "kvquant",
+    "palu",
+    "cachegen",
+    "minicache",
+    "gear",
+    "zipcache",
+    "snapkv",
+    "streaming_llm",
+    "h2o",
+    "tova",
+    "pyramidkv",
+    "squeeze",
+    "chunkkv",
+    "cam",
+    "xkv",
+    "nsnquant",
+    "knorm",
+    "skvq",
+    "qfilters",
+    "keyformer",
+    "morphkv",
+    "kvzip",
+    "kvtc",
+    "curdkv",
+    "nestedkv",
+    "amc",
+    "a2ats",
+    "anchorkv",
+    "rocketkv",
+    "age_tiered",
+]
+METHODS: tuple[str, ...] = get_args(MethodName)
+
+# Shared fields that every method honours (``store`` where it has something to keep). The kernel switches have rules
+# of their own, and ``sliding_window`` belongs to the standalone methods.
+COMMON = ("method", "head_dim", "seed", "dtype", "capacity", "store", "observers", "options")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One entry of the registry."""
+
+    info: MethodInfo
+    module: ModuleType
+
+    @property
+    def built(self) -> bool:
+        """Whether the method can make caches."""
+        return hasattr(self.module, "recipe")
+
+    def check(self, config: FlatConfig) -> None:
+        """Raise ``QuantizerConfigError`` unless every field can be used by this method."""
+        for name, valid, default in self._fields():
+            value = getattr(config, name)
+            if not valid.accepts(value):
+                refuse(name, value, valid.text, f"The default is {default!r}.")
+        self._check_unread(config)
+        _check_kernels(config)
+        if hasattr(self.module, "check"):
+            self.module.check(config)
+        if config.sliding_window is not None and not self.info.standalone:
+            remedy = "Cap the cache with capacity, or choose a method that evicts, such as 'streaming_llm'."
+            refuse("sliding_window", config.sliding_window, f"None for method {self.info.name!r}", remedy)
+
+    def require_built(self) -> None:
+        """Raise ``NotImplementedError`` if the method cannot make caches yet."""
+        if not self.built:
+            ready = ", ".join(name for name in METHODS if method(name).built)
+            raise NotImplementedError(f"method {self.info.name!r} is not built yet. Built methods: {ready or 'none'}.")
+
+    def recipe(self, config: FlatConfig, layer: LayerInfo) -> Recipe:
+        """How a cache of ``layer`` stores its rows and what it drops; ``config`` has passed ``check``."""
+        self.require_built()
+        return self.module.recipe(config, layer)
+
+    def _fields(self) -> Iterator[tuple[str, Valid, Any]]:
+        """Name, valid values and default of every field that the method honours."""
+        shared = _shared_fields()
+        for name in (*COMMON, "sliding_window"):
+            yield name, *shared[name]
+        for name, valid in self.info.reads.items():
+            yield name, valid, shared[name][1]
+        for name, (valid, default) in _options_of(self.info.options).items():
+            yield name, valid, default
+
+    def _check_unread(self, config: FlatConfig) -> None:
+        """A shared field that the method does not read must stay at its default."""
+        own = _options_of(self.info.options)
+        for name, (_, default) in _shared_fields().items():
+            if name in COMMON or name in self.info.reads or name in own or name in KERNEL or name == "sliding_window":
+                continue
+            value = getattr(config, name)
+            if value is not default and not (type(value) is type(default) and value == default):
+                what = "a two-stream mode for outliers" if name == "bit_width_outlier" else f"a use for {name}"
+                remedy = f"Method {self.info.name!r} does not have {what}; leave the field at its default."
+                refuse(name, value, f"{default!r} for method {self.info.name!r}", remedy)
+
+
+KERNEL = ("use_metal_kernels", "fused_sdpa", "fused_sdpa_max_ctx", "fused_sdpa_memory_bound")
+
+
+def _check_kernels(config: FlatConfig) -> None:
+    """No kernel exists yet: automatic choice and "off" are fine, a demand is not."""
+    for name in KERNEL:
+        value = getattr(config, name)
+        if value is not None and value is not False:
+            raise KernelUnavailableError(
+                f"{name}={value!r} cannot be used: it must be {_shared_fields()[name][1]!r}, because no kernel of "
+                "this package exists yet. Leave it at the default: the cache then attends with MLX's own operations."
+            )
+
+
+def _options_of(options: type | None) -> dict[str, tuple[Valid, Any]]:
+    """Valid values and default of each field of an options class."""
+    fields = dataclasses.fields(options) if options else ()
+    return {f.name: (f.metadata["valid"], _default(f)) for f in fields}
+
+
+def _default(f: dataclasses.Field) -> Any:
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+
+@cache
+def _shared_fields() -> dict[str, tuple[Valid, Any]]:
+    """Valid values and default of every field whose name carries no method's prefix."""
+    from ..methods import _general, vecinfer
+
+    groups = (_general.CoreFields, vecinfer.VecInferOptions, _general.SharedFields, _general.KernelFields)
+    return {name: entry for group in groups for name, entry in _options_of(group).items()}
+
+
+def method(name: str) -> Method:
+    """The registry entry of ``name``; ``QuantizerConfigError`` if there is no such method."""
+    if not isinstance(name, str) or name not in METHODS:
+        raise QuantizerConfigError(f"unknown method {name!r}. Choices: {', '.join(METHODS)}.")
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Method:
+    module = import_module(f"..methods.{name}", __package__)
+    return Method(module.INFO, module)

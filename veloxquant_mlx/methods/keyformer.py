@@ -1,0 +1,55 @@
+"""Keyformer: summed attention with Gumbel noise and a temperature picks the key tokens, newest ones stay.
+
+Paper: Adnan et al., "Keyformer: KV Cache reduction through key tokens selection for Efficient Generative Inference",
+MLSys 2024, arXiv:2403.09054. Paper setting: no sinks, recent = 0.3 budget, tau from 1 to 2 over the new tokens.
+``keyformer_rope_base`` is kept for compatibility and has no effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ._method import MethodInfo, check_room, floats, ints, option, optional, refuse
+
+if TYPE_CHECKING:
+    from ..cache._flat import FlatConfig
+
+
+@dataclass
+class KeyformerOptions:
+    """Options of ``keyformer``."""
+
+    keyformer_budget: int = option(512, "tokens kept per head", ints(1))
+    keyformer_n_sink: int = option(4, "first tokens that always stay", ints(0))
+    keyformer_recent: int = option(0, "newest tokens that always stay (at least one does)", ints(0))
+    keyformer_tau: float | None = option(
+        None, "constant temperature; None: from tau_init to tau_end", optional(floats("[0, inf)"))
+    )
+    keyformer_tau_init: float = option(1.0, "first temperature", floats("[0, inf)"))
+    keyformer_tau_end: float = option(1.0, "last temperature", floats("[0, inf)"))
+    keyformer_anneal_steps: int = option(0, "steps from the first to the last temperature", ints(0))
+    keyformer_rope_base: float = option(10000.0, "no effect", floats("(0, inf)"))
+    keyformer_seed: int = option(0, "seed of the noise", ints(0))
+
+
+INFO = MethodInfo(
+    name="keyformer",
+    title="Keyformer",
+    family="eviction",
+    paper="Keyformer: KV Cache reduction through key tokens selection for Efficient Generative Inference",
+    arxiv="2403.09054",
+    venue="MLSys 2024",
+    needs="real queries",
+    options=KeyformerOptions,
+)
+
+
+def check(config: FlatConfig) -> None:
+    """Rules between fields."""
+    check_room(
+        config, "keyformer_budget", "keyformer_n_sink", "keyformer_recent", extra=int(config.keyformer_recent == 0)
+    )
+    if config.keyformer_tau_init == 0 != config.keyformer_tau_end:
+        valid = "> 0 while keyformer_tau_end is not 0"
+        refuse("keyformer_tau_init", config.keyformer_tau_init, valid, "Set both to 0 for no noise, or both above 0.")

@@ -1,0 +1,58 @@
+"""KIVI: keys quantised per channel in groups of tokens, values per token in groups of channels, newest tokens exact.
+
+Paper: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024, arXiv:2402.02750.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING
+
+from ..codecs.affine import ChannelAffine, TokenAffine
+from ..core.types import Recipe, Stream
+from ._method import BITS, TWO_STREAM, MethodInfo, check_two_stream, ints, option, refuse
+
+if TYPE_CHECKING:
+    from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
+
+
+@dataclass
+class KIVIOptions:
+    """Options of ``kivi``."""
+
+    kivi_group_size: int = option(32, "tokens per key group and channels per value group", ints(2))
+
+
+INFO = MethodInfo(
+    name="kivi",
+    title="KIVI",
+    family="group quantization",
+    paper="KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
+    arxiv="2402.02750",
+    venue="ICML 2024",
+    reads={"bit_width_inlier": BITS, "residual_length": ints(0), **TWO_STREAM},
+    options=KIVIOptions,
+)
+
+
+def check(config: FlatConfig) -> None:
+    """Rules between fields."""
+    residual, group = config.residual_length, config.kivi_group_size
+    if residual % group:
+        valid = f"a multiple of kivi_group_size = {group}"
+        refuse(
+            "residual_length", residual, valid, f"Use {residual // group * group} or {(residual // group + 1) * group}."
+        )
+    check_two_stream(config)
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """Keys wait for a whole residual and are packed per channel; values leave a sliding window one by one."""
+    bits, group, residual = config.bit_width_inlier, config.kivi_group_size, config.residual_length
+    keys, values = ChannelAffine(bits, group), TokenAffine(bits, group, dim=layer.value_dim)
+    return Recipe(
+        keys=Stream(keys, chunk=lcm(residual, keys.block) or keys.block),
+        values=Stream(values, window=residual),
+    )

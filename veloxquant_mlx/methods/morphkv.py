@@ -1,0 +1,41 @@
+"""MorphKV: keep a window of newest tokens and what its queries attended to; the size never grows.
+
+Paper: Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs", ICML 2025,
+arXiv:2503.00979. Paper setting: no sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ._method import MethodInfo, check_room, ints, option
+
+if TYPE_CHECKING:
+    from ..cache._flat import FlatConfig
+
+
+@dataclass
+class MorphKVOptions:
+    """Options of ``morphkv``."""
+
+    morphkv_budget: int = option(512, "tokens kept per head", ints(1))
+    morphkv_n_sink: int = option(4, "first tokens that always stay", ints(0))
+    morphkv_window: int = option(8, "newest tokens, whose queries do the scoring", ints(1))
+
+
+INFO = MethodInfo(
+    name="morphkv",
+    title="MorphKV",
+    family="eviction",
+    paper="Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
+    arxiv="2503.00979",
+    venue="ICML 2025",
+    needs="real queries",
+    options=MorphKVOptions,
+)
+
+
+def check(config: FlatConfig) -> None:
+    """Rules between fields."""
+    check_room(config, "morphkv_budget", "morphkv_n_sink", "morphkv_window")
