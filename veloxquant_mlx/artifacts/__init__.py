@@ -1,0 +1,5 @@
+"""Stores for rotations, codebooks and projection matrices."""
+
+from .stores import InMemoryArtifactStore, NpyArtifactStore
+
+__all__ = ["InMemoryArtifactStore", "NpyArtifactStore"]

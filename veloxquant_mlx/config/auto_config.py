@@ -75,11 +75,11 @@ def detect_hardware_info() -> HardwareInfo:
     """
     try:
         info = mx.device_info()
-        total = info.get("memory_size") or info.get("total_memory") or _physical_memory()
+        total = int(info.get("memory_size") or info.get("total_memory") or _physical_memory())
         recommended = info.get("max_recommended_working_set_size")
-        if is_int(recommended) and 0 < recommended < total:
+        if isinstance(recommended, int) and 0 < recommended < total:
             total = recommended
-        return HardwareInfo(int(total), int(mx.get_active_memory()))
+        return HardwareInfo(total, mx.get_active_memory())
     except Exception:
         return HardwareInfo()
 

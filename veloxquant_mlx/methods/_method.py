@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,7 +39,7 @@ def floats(interval: str) -> Valid:
     low, high = (float(end) for end in interval[1:-1].split(","))
 
     def accepts(v: Any) -> bool:
-        if not isinstance(v, Real) or isinstance(v, bool) or not math.isfinite(v):
+        if not (isinstance(v, float) or is_int(v)) or not math.isfinite(v):
             return False
         above = v >= low if interval[0] == "[" else v > low
         below = v <= high if interval[-1] == "]" else v < high
@@ -116,6 +116,12 @@ TWO_STREAM: Mapping[str, Valid] = MappingProxyType(
         "enable_outlier_two_stream": FLAG,
     }
 )
+
+
+def bits_of(config: FlatConfig) -> int:
+    """``bit_width_inlier`` of a checked configuration, where it is a single int."""
+    assert not isinstance(config.bit_width_inlier, (list, tuple))
+    return config.bit_width_inlier
 
 
 def check_two_stream(config: FlatConfig) -> None:
