@@ -82,9 +82,6 @@ class KVHandle:
     def __matmul__(self, other: mx.array) -> mx.array:
         return self.materialize() @ other
 
-    def __rmatmul__(self, other: mx.array) -> mx.array:
-        return other @ self.materialize()
-
     def __mul__(self, other: Any) -> mx.array:
         return self.materialize() * other
 

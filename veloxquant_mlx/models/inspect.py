@@ -64,9 +64,10 @@ def cache_slots(model: Any) -> list[Slot]:
     layers = _layers(model)
     natives = _template(model, layers)
     readers = [(layer, _attention(layer)) for layer in layers]
-    # Models that share keys have more readers than slots, looped ones more slots: rows may be read twice in a step.
+    # With one slot per layer nobody shares; else more or fewer attentions than slots mean that rows are read twice.
     with_keys = sum(_kind(native) not in _RECURRENT for native in natives)
-    shared = with_keys != sum(_stores_kv(attention) for _, attention in readers)
+    attending = sum(attention is not None for _, attention in readers)
+    shared = len(natives) != len(layers) and with_keys != attending
     args = _args(model)
 
     slots: list[Slot] = []

@@ -89,8 +89,13 @@ def probe_rotation(module: Any, head_dim: int) -> Rotation:
 def _response(module: Any, head_dim: int, position: int) -> np.ndarray:
     """Row i: what the module makes of unit vector i at ``position``."""
     with mx.stream(mx.cpu):  # type: ignore[attr-defined]  # a GPU's fast sine is too coarse to measure rates with
-        out = module(mx.eye(head_dim)[None, :, None, :], offset=position)
-        return np.array(out.astype(mx.float32))[0, :, 0, :].astype(np.float64)
+        try:
+            out = module(mx.eye(head_dim)[None, :, None, :], offset=position)
+            return np.array(out.astype(mx.float32))[0, :, 0, :].astype(np.float64)
+        except Exception as error:  # a model's own code may raise anything
+            raise QuantizerConfigError(
+                f"{type(module).__name__} cannot be called as a rotary module, (x, offset=): {error}"
+            ) from error
 
 
 def _partners(response: np.ndarray, name: str) -> np.ndarray:
