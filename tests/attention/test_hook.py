@@ -32,7 +32,7 @@ class PassThrough:
     """Keeps keys and values as they come, in mlx_lm's own storage, and hands out handles once it knows that it may."""
 
     def __init__(self) -> None:
-        self._inner = KVCache()
+        self._inner: Any = KVCache()
         self._issued: tuple[mx.array, mx.array] | None = None
         self.shared = False
         self.mode = "learn"
@@ -258,7 +258,10 @@ def test_foreign_caches_and_other_patches_pass_untouched(monkeypatch: pytest.Mon
     hook.install()
     latent, cache = mx.ones((1, 1, 2, 4)), PassThrough()
     cache._issued = (latent, mx.zeros((1, 1, 2, 4)))  # keys are ours, values are not: MLA passes the latent twice
-    for arguments, keywords in (((latent, latent, latent, KVCache(), 1.0, None), {}), ((1, latent, latent), {"cache": cache})):
+    for arguments, keywords in (
+        ((latent, latent, latent, KVCache(), 1.0, None), {}),
+        ((1, latent, latent), {"cache": cache}),
+    ):
         assert vars(base)["scaled_dot_product_attention"](*arguments, **keywords) == "other"
         assert all(a is b for a, b in zip(seen[-1], (*arguments, keywords), strict=True) if not isinstance(a, dict))
     hook.uninstall()

@@ -78,18 +78,19 @@ def _run(attention: nn.Module, width: int | None) -> Probe:
     return Probe(_rotation(attention, start, moved), hooked)
 
 
-def _keys_at(attention: nn.Module, width: int, position: int) -> tuple[mx.array, bool]:
+def _keys_at(attention: nn.Module, width: int, position: int) -> tuple[mx.array, bool | None]:
     """Keys (1, H, 1, D) in float32 of a fixed random token at ``position``, and whether the seam was reached."""
     cache = _ProbeCache(position)
     token = mx.array(np.random.default_rng(0).standard_normal((1, 1, width)), dtype=_float_dtype(attention))
-    hooked = False
     try:
         attention(token, **_arguments(attention, token, cache))
+        hooked = False
     except _Attended:
         hooked = True
     except Exception:
-        if cache.keys is None:  # else it failed behind the cache, for lack of a real mask or scale
+        if cache.keys is None:
             raise
+        hooked = None  # failed between the cache and attention, for lack of a real mask or scale
     if cache.keys is None:
         raise QuantizerConfigError(f"{type(attention).__name__} never updated its cache")
     return cache.keys.astype(mx.float32), hooked
