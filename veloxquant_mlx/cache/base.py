@@ -86,6 +86,13 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _check_type(config: Any) -> None:
+    if not isinstance(config, KVCacheConfig):
+        raise QuantizerConfigError(
+            f"config={config!r} cannot be used: it must be a KVCacheConfig, such as KVCacheConfig(method='kivi')."
+        )
+
+
 def _check_bit_list(bits: Sequence) -> None:
     if len(bits) == 0:
         raise QuantizerConfigError(
@@ -137,6 +144,7 @@ class KVCacheFactory:
         The standalone methods give a ``veloxquant_mlx.KVCache``, all others a subclass of mlx_lm's ``KVCache``. Raises
         ``QuantizerConfigError`` for a value that the method cannot use, ``NotImplementedError`` for one not built yet.
         """
+        _check_type(config)
         if isinstance(config.bit_width_inlier, (list, tuple)) and config.method != "vecinfer":
             raise QuantizerConfigError(
                 f"bit_width_inlier={config.bit_width_inlier!r} cannot be used here: one cache takes a single int. "
@@ -273,6 +281,7 @@ class KVCacheBuilder:
                 f"config is a {type(config).__name__} of {len(config)}: composing several methods is not built yet. "
                 "Pass one KVCacheConfig."
             )
+        _check_type(config)
         entry = method(config.method)
         if config.method in STANDALONE_METHODS and not serve_standalone:
             raise QuantizerConfigError(
@@ -295,6 +304,12 @@ class KVCacheBuilder:
         for layer_config in configs:
             entry.check(layer_config)
         entry.require_built()
+        blind = [slot.index for slot in slots if slot.layer is not None and slot.hooked is False]
+        if blind and entry.info.needs_queries:
+            raise QuantizerConfigError(
+                f"method={config.method!r} needs the model's queries, but the attention of cache entries {blind} does "
+                "not go through mlx_lm's shared attention function. Choose a method that needs no queries."
+            )
         if all(slot.layer is None for slot in slots):
             reasons = ", ".join(sorted({slot.reason for slot in slots}))
             message = f"no layer of this model can be compressed ({reasons}): its own caches are returned"

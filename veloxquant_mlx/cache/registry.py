@@ -66,7 +66,17 @@ METHODS: tuple[str, ...] = get_args(MethodName)
 
 # Shared fields that every method honours (``store`` where it has something to keep). The kernel switches have rules
 # of their own, and ``sliding_window`` belongs to the standalone methods.
-COMMON = ("method", "head_dim", "seed", "dtype", "capacity", "store", "observers", "options")
+COMMON = (
+    "method",
+    "head_dim",
+    "enable_vectorized_attend",
+    "seed",
+    "dtype",
+    "capacity",
+    "store",
+    "observers",
+    "options",
+)
 
 
 @dataclass(frozen=True)

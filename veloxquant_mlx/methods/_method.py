@@ -102,6 +102,11 @@ class MethodInfo:
     reads: Mapping[str, Valid] = field(default_factory=dict)
 
     @property
+    def needs_queries(self) -> bool:
+        """True when the method cannot work without the model's real queries, whatever its options."""
+        return "real queries" in self.needs and "only" not in self.needs
+
+    @property
     def two_stream(self) -> bool:
         """True when the method can give outlier channels bits of their own."""
         return "bit_width_outlier" in self.reads

@@ -21,7 +21,7 @@ INFO = MethodInfo(
     arxiv="2504.19874",
     venue="ICLR 2026",
     standalone=True,
-    reads={"bit_width_inlier": BITS, "enable_vectorized_attend": FLAG, "enable_fused_query_dot": FLAG, **TWO_STREAM},
+    reads={"bit_width_inlier": BITS, "enable_fused_query_dot": FLAG, **TWO_STREAM},
 )
 
 

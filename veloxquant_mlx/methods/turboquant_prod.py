@@ -24,7 +24,6 @@ INFO = MethodInfo(
     reads={
         "bit_width_inlier": BITS,
         "jl_dim": optional(ints(1)),
-        "enable_vectorized_attend": FLAG,
         "enable_fused_query_dot": FLAG,
         **TWO_STREAM,
     },
