@@ -51,6 +51,12 @@ SLOTS: dict[str, list[Any]] = {
     "iquestloopcoder": [(16, 16, 2, 4, None)] * 2 + [WINDOW] * 2,
     "nanbeige": [PLAIN] * 4,  # two layers, run twice
     "gpt2": [(16, 16, 4, 4, 0)] * 2,
+    "exaone": [PLAIN] * 2,  # layer.attn wraps the attention module
+    "exaone4": [WINDOW, NOPE] * 2,
+    "dbrx": [PLAIN] * 2,
+    "phixtral": [(16, 16, 4, 4, 8)] * 2,
+    "mistral3": [PLAIN] * 2,
+    "ministral3": [PLAIN] * 2,
     "mamba2": [RECURRENT] * 2,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -256,6 +257,58 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "stablelm",
         {**_BASE, "rope_theta": 10000.0, "use_qkv_bias": True, "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
     ),
+    "exaone": ("exaone", {**_BASE, "num_layers": 2, "rope_theta": 10000.0, "layer_norm_epsilon": 1e-5}),
+    "exaone4": (
+        "exaone4",
+        {
+            **_BASE,
+            "num_hidden_layers": 4,
+            "max_position_embeddings": 256,
+            "rope_theta": 10000.0,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_scaling": _LLAMA3,
+            "sliding_window": 8,
+            "sliding_window_pattern": "LG",
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 2, "moe_top_k": 1},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        },
+    ),
+    "phixtral": (
+        "phixtral",
+        {
+            "num_vocab": VOCAB,
+            "model_dim": 64,
+            "num_heads": 4,
+            "num_layers": 2,
+            "rotary_dim": 8,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 2,
+        },
+    ),
+    "mistral3": ("mistral3", {"text_config": {**_BASE, "model_type": "mistral"}}),
+    "ministral3": (
+        "ministral3",
+        {
+            **_BASE,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 16,
+                "rope_type": "default",
+            },
+        },
+    ),
     "mamba2": (
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
@@ -271,7 +324,7 @@ def build(name: str, seed: int = 0) -> Any:
     module, arguments = CONFIGS[name]
     library = importlib.import_module(f"mlx_lm.models.{module}")
     mx.random.seed(seed)
-    model: nn.Module = library.Model(library.ModelArgs.from_dict({"model_type": module, **arguments}))
+    model: nn.Module = library.Model(library.ModelArgs.from_dict({"model_type": module, **copy.deepcopy(arguments)}))
 
     def jitter(array: mx.array) -> mx.array:
         if array.ndim != 1 or not mx.issubdtype(array.dtype, mx.floating):

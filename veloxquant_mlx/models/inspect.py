@@ -30,7 +30,7 @@ _NATIVE_REASONS = {
     "CacheList": "several caches in one slot: left to the model",
     **dict.fromkeys(_RECURRENT, "recurrent state"),
 }
-_WIDTH = ("hidden_size", "d_model", "n_embd", "hidden_dim")
+_WIDTH = ("hidden_size", "d_model", "n_embd", "hidden_dim", "model_dim")
 _HEADS = ("num_attention_heads", "n_heads", "num_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
 
@@ -179,13 +179,16 @@ def _why_native(native: Any, layer: Any, attention: Any) -> str:
 
 
 def _attention(layer: Any) -> Any:
-    """``self_attn``, else ``attn``, else (hybrids: mixer, attention, …) the first part whose code updates a cache."""
-    for name in ("self_attn", "attn"):
-        found = getattr(layer, name, None)
-        if found is not None:
-            return found
-    parts = layer.modules() if isinstance(layer, nn.Module) else []
-    return next((part for part in parts if part is not layer and _stores_kv(part)), None)
+    """``self_attn``, else ``attn``, else (hybrids: mixer, attention, …) the first part whose code updates a cache.
+
+    Where ``self_attn`` or ``attn`` only wraps such a part, the part.
+    """
+    named = next((a for a in (getattr(layer, n, None) for n in ("self_attn", "attn")) if a is not None), None)
+    if named is not None and (_stores_kv(named) or not isinstance(named, nn.Module)):
+        return named
+    source = layer if named is None else named
+    parts = source.modules() if isinstance(source, nn.Module) else []
+    return next((part for part in parts if part is not source and _stores_kv(part)), named)
 
 
 def _functions(part: Any) -> Iterator[FunctionType]:
