@@ -16,7 +16,6 @@ import numpy as np
 from ..core.exceptions import QuantizerConfigError
 
 _TURN = 2 * np.pi
-_REFINE = (32, 1024)  # positions that sharpen the rates; powers of two make the module's own fp32 angles exact
 _FAR, _FAR_ANGLE = 2**18, 4096.0  # beyond every trained length; angles up to 4096 are still exact enough in fp32
 
 
@@ -72,13 +71,11 @@ def probe_rotation(module: Any, head_dim: int) -> Rotation:
     Raises QuantizerConfigError when the module is no rotation of channel pairs, or turns at a rate that changes with
     the position (dynamic NTK scaling).
     """
+    # One position is enough: at a turn of f radians the angle is as exact as the module's own float32 rate.
     first = _response(module, head_dim, 1)
     partner = _partners(first, type(module).__name__)
     turned = partner != np.arange(head_dim)
     rate = np.where(turned, _angle(first, partner), 0.0)
-    for position in _REFINE:
-        seen = _angle(_response(module, head_dim, position), partner)
-        rate = np.where(turned, (seen + _TURN * np.round((rate * position - seen) / _TURN)) / position, 0.0)
     checked = turned & (np.abs(rate) * _FAR < _FAR_ANGLE)
     error = _angle(_response(module, head_dim, _FAR), partner) - rate * _FAR
     if np.any(np.abs((error + np.pi) % _TURN - np.pi)[checked] > 0.05):
