@@ -7,19 +7,19 @@ moves the scale so that zero is representable, and errors reach 0.94 of a step i
 from __future__ import annotations
 
 from math import lcm
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
-from .base import Axis, Codec, Codes
+from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
 from .packing import check_bits, lookup, lookup_table, pack, padded
 
-F16_MAX = 65504.0
-# Group sizes that mx.quantized_matmul reads, and widths that it reads fast on the CPU (3 and 5 bits: 2.5x slower than
-# decoding first; so is transpose=True at any width).
+# Group sizes that mx.quantized_matmul reads, and widths that it reads fast on the CPU (1, 3 and 5 bits are
+# slower than decoding first; so is transpose=True at any width).
 NATIVE_GROUPS = (32, 64, 128)
-CPU_BITS = (1, 2, 4, 6, 8)
+CPU_BITS = (2, 4, 6, 8)
 GPU_BITS = (2, 3, 4, 5, 6, 8)
 # Just under half the smallest float16: makes scales below the normal range round up, so that no code is clipped there.
 ROUND_UP = 2.0**-25 * (1 - 2.0**-10)
@@ -71,9 +71,7 @@ class _Affine(Codec):
         values = lookup(codes["words"], self.bits, self._table)
         groups = values.reshape(*values.shape[:-1], -1, self.group)
         out = groups * codes["scales"].astype(mx.float32)[..., None] + codes["biases"].astype(mx.float32)[..., None]
-        if dtype == mx.float16:  # rounding of the scale may push the largest values just over the edge
-            out = mx.clip(out, -F16_MAX, F16_MAX)
-        return out.reshape(values.shape).astype(dtype)
+        return cast(out.reshape(values.shape), dtype)
 
     def _native(self, transpose: bool) -> bool:
         if self.group not in NATIVE_GROUPS:
@@ -83,9 +81,8 @@ class _Affine(Codec):
         return self.bits in CPU_BITS and not transpose
 
     def _product(self, x: mx.array, codes: Codes, transpose: bool) -> mx.array:
-        # Half precision runs 50 times slower than float32 on the CPU and adds up in half precision; bfloat16 with
-        # float16 parameters is promoted to float32 everywhere. Float32 with float16 parameters costs 5 % (CPU).
-        wide = x if x.dtype == mx.float16 and mx.default_device() == mx.gpu else x.astype(mx.float32)
+        # MLX promotes bfloat16 with float16 parameters to float32 by itself; float32 with float16 costs 5 % (CPU).
+        wide = x.astype(compute_dtype(x.dtype))
         out = mx.quantized_matmul(
             wide, codes["words"], codes["scales"], codes["biases"], transpose, group_size=self.group, bits=self.bits
         )
@@ -146,6 +143,6 @@ class TokenAffine(_Affine):
             return super().mix(p, codes)
         return self._product(p, codes, False)[..., : self.dim]
 
-    def _pad(self, x: mx.array, mode: str) -> mx.array:
+    def _pad(self, x: mx.array, mode: Literal["constant", "edge"]) -> mx.array:
         spare = self.padded_dim - self.dim
         return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, spare)], mode=mode) if spare else x

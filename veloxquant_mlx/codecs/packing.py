@@ -93,13 +93,19 @@ def _unpack(words: mx.array, bits: int) -> mx.array:
 
 
 def lookup_table(levels: np.ndarray, bits: int) -> mx.array:
-    """The table that ``lookup`` needs for ``2 ** bits`` levels.
+    """The table that ``lookup`` needs for ``2 ** bits`` levels, shared by all who ask for the same.
 
     An entry holds the two float32 values of two neighbouring codes as one uint64, so that one gather yields two values.
     """
     low = np.asarray(levels, dtype=np.float32)
     if low.shape != (1 << check_bits(bits),):
         raise QuantizerConfigError(f"levels has shape {low.shape}: {bits} bits need exactly {1 << bits} levels")
+    return _table(low.tobytes(), bits)
+
+
+@cache
+def _table(levels: bytes, bits: int) -> mx.array:
+    low = np.frombuffer(levels, dtype=np.float32)
     if bits == 8:  # a table of pairs would have 65536 entries
         table = mx.array(low)
     else:

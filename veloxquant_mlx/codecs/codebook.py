@@ -1,0 +1,108 @@
+"""A scalar codebook for rows whose coordinates have a known shape: one code per coordinate and one norm per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..core.exceptions import QuantizerConfigError
+from .base import F16_MAX, Axis, Codec, Codes, after, cast, compute_dtype
+from .packing import check_bits, lookup, lookup_table, pack, padded, row_multiple
+
+
+class ScalarCodebook(Codec):
+    """Nearest of ``2 ** bits`` levels for every coordinate of ``x / rms(x)``, and the rms of the row in float16.
+
+    Codes: ``words`` uint32 ``(B, H, n, padded_dim * bits / 32)``, ``rms`` float16 ``(B, H, n)``. The rms is stored
+    rather than the norm because it cannot overflow where the input did not. A code is the index of its level in
+    ``levels`` as given, in any order. Rows of zeros decode to exact zeros. Rows whose bits do not fill whole words are
+    padded with zero codes. With Lloyd-Max levels and a rotation this is TurboQuant (arXiv 2504.19874).
+    """
+
+    def __init__(self, dim: int, levels: Sequence[float] | np.ndarray, bits: int) -> None:
+        self.bits, self.dim = check_bits(bits), dim
+        self.padded_dim = padded(dim, row_multiple(bits))
+        self.layout = {"words": Axis(-2, 1), "rms": Axis(-1, 1)}
+        table = np.asarray(levels, dtype=np.float32)
+        self._table = lookup_table(table, bits)
+        order = np.argsort(table, kind="stable")
+        if not np.isfinite(table).all():
+            raise QuantizerConfigError("levels must be finite numbers")
+        thresholds = (table[order][1:] + table[order][:-1]) / 2
+        self._thresholds = mx.array(thresholds)
+        self._tree = mx.array(_search_tree(thresholds))
+        self._order = None if (np.diff(order) == 1).all() else mx.array(order.astype(np.uint8))
+        mx.eval(self._constants())
+
+    def _constants(self) -> list[mx.array]:
+        order = [] if self._order is None else [self._order]
+        return [self._table, self._thresholds, self._tree, *order]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._constants())
+
+    def encode(self, x: mx.array) -> Codes:
+        x = x.astype(mx.float32)
+        rms = mx.sqrt((x * x).mean(-1, keepdims=True))
+        codes = self._nearest(x / mx.maximum(rms, 1e-30))
+        if self._order is not None:
+            codes = mx.take_along_axis(self._order, codes.reshape(-1), axis=0).reshape(x.shape)
+        if self.padded_dim > self.dim:
+            codes = mx.pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, self.padded_dim - self.dim)])
+        return {"words": pack(codes, self.bits), "rms": mx.minimum(rms[..., 0], F16_MAX).astype(mx.float16)}
+
+    def _nearest(self, z: mx.array) -> mx.array:
+        """How many thresholds lie below each value."""
+        if z.size <= 4096 or mx.default_device() == mx.gpu:
+            return mx.searchsorted(self._thresholds, z)
+        # The same search as a walk down a tree in heap order: five times faster on the CPU for many values.
+        flat = z.reshape(-1)
+        node = (flat > self._tree[1]).astype(mx.uint8 if self.bits < 8 else mx.uint16) + 2
+        for _ in range(self.bits - 1):
+            node = node + node + (flat > mx.take_along_axis(self._tree, node, axis=0))
+        return (node - (1 << self.bits)).reshape(z.shape)
+
+    def _values(self, codes: Codes) -> mx.array:
+        """Levels ``(B, H, n, padded_dim)`` in float32, without the rms."""
+        return lookup(codes["words"], self.bits, self._table)
+
+    def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
+        rows = self._values(codes) * codes["rms"].astype(mx.float32)[..., None]
+        return cast(rows[..., : self.dim], dtype)
+
+    def scores(self, q: mx.array, codes: Codes) -> mx.array:
+        work = compute_dtype(q.dtype)
+        query = q.astype(work)
+        if self.padded_dim > self.dim:
+            query = mx.pad(query, [(0, 0)] * (q.ndim - 1) + [(0, self.padded_dim - self.dim)])
+        parts: list[mx.array] = []
+        for tile in self.tiles(codes):
+            values = self._values(after(tile, parts[-1:])).astype(work)
+            parts.append(query @ values.swapaxes(-1, -2))
+        dots = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        return (dots.astype(mx.float32) * codes["rms"].astype(mx.float32)[..., None, :]).astype(q.dtype)
+
+    def mix(self, p: mx.array, codes: Codes) -> mx.array:
+        work = compute_dtype(p.dtype)
+        weights = (p.astype(mx.float32) * codes["rms"].astype(mx.float32)[..., None, :]).astype(work)
+        sums: list[mx.array] = []
+        start = 0
+        for tile in self.tiles(codes):
+            values = self._values(after(tile, sums[-1:])).astype(work)
+            part = (weights[..., start : start + values.shape[2]] @ values).astype(mx.float32)
+            sums.append(part if not sums else sums[-1] + part)
+            start += values.shape[2]
+        return sums[-1][..., : self.dim].astype(p.dtype)
+
+
+def _search_tree(thresholds: np.ndarray) -> np.ndarray:
+    """The sorted thresholds as a binary search tree in heap order; entry 0 is unused."""
+    count = thresholds.size + 1
+    tree = np.zeros(count, dtype=np.float32)
+    for node in range(1, count):
+        depth = node.bit_length() - 1
+        tree[node] = thresholds[((2 * (node - (1 << depth)) + 1) * count >> (depth + 1)) - 1]
+    return tree

@@ -1,0 +1,35 @@
+"""A codec that works in another basis of the head dimension."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..transforms.base import Transform
+from .base import Codec, Codes, cast
+
+
+class Transformed(Codec):
+    """``codec`` behind ``transform``: rows are mapped before they are encoded.
+
+    Attention maps the query once and the weighted sum back once per call; stored rows are never mapped back.
+    """
+
+    def __init__(self, codec: Codec, transform: Transform) -> None:
+        self.codec, self.transform = codec, transform
+        self.block, self.layout = codec.block, codec.layout
+
+    def encode(self, x: mx.array) -> Codes:
+        return self.codec.encode(self.transform.forward(x))
+
+    def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
+        return cast(self.transform.inverse(self.codec.decode(codes)), dtype)
+
+    def scores(self, q: mx.array, codes: Codes) -> mx.array:
+        return self.codec.scores(self.transform.on_query(q).astype(q.dtype), codes)
+
+    def mix(self, p: mx.array, codes: Codes) -> mx.array:
+        return self.transform.inverse(self.codec.mix(p, codes)).astype(p.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codec.nbytes + self.transform.nbytes
