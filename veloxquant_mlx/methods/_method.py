@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from ..core.exceptions import QuantizerConfigError
 
@@ -23,9 +22,9 @@ class Valid:
     accepts: Callable[[Any], bool]
 
 
-def is_int(value: Any) -> bool:
-    """True for integers; a bool is not an integer here."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def is_int(value: Any) -> TypeGuard[int]:
+    """True for a plain int (what a saved cache can hold); a bool is not an integer here."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def ints(low: int, high: int | None = None) -> Valid:
