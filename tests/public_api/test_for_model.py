@@ -116,6 +116,8 @@ def test_head_size_rules_use_the_layers_head_size(mixed):
     config = KVCacheConfig(method="kivi", head_dim=256, bit_width_outlier=4, n_outlier_channels=200)
     with pytest.raises(QuantizerConfigError, match=r"n_outlier_channels=200.*head_dim = 64"):
         for_model(object(), config)
+    small = KVCacheConfig(method="kivi", head_dim=8, bit_width_outlier=4, n_outlier_channels=16)
+    assert len(for_model(object(), small)) == 4
 
 
 def test_nothing_to_compress_warns_and_returns_the_models_caches(monkeypatch):

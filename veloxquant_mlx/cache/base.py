@@ -301,7 +301,8 @@ class KVCacheBuilder:
                 "Pass the loaded language model."
             )
         configs = _layer_configs(config, slots)
-        for layer_config in configs:
+        served = [c for slot, c in zip(slots, configs, strict=True) if slot.layer is not None]
+        for layer_config in served or configs:
             entry.check(layer_config)
         entry.require_built()
         blind = [slot.index for slot in slots if slot.layer is not None and slot.hooked is False]
@@ -310,7 +311,7 @@ class KVCacheBuilder:
                 f"method={config.method!r} needs the model's queries, but the attention of cache entries {blind} does "
                 "not go through mlx_lm's shared attention function. Choose a method that needs no queries."
             )
-        if all(slot.layer is None for slot in slots):
+        if not served:
             reasons = ", ".join(sorted({slot.reason for slot in slots}))
             message = f"no layer of this model can be compressed ({reasons}): its own caches are returned"
             warnings.warn(message, UserWarning, stacklevel=2)
