@@ -1,4 +1,9 @@
-"""Prefill over packed history: blocks of decoded rows, online softmax. No decoded copy of the history exists."""
+"""Prefill over packed history: blocks of decoded rows, online softmax. No decoded copy of the history exists.
+
+MLX allocates the results of a graph faster than it computes them, so each block is evaluated before the next is
+built: otherwise all blocks would live at once. This is the one place that waits for the device; decoding never comes
+here.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +58,7 @@ def _query_tile(
         acc = mixed if acc is None else acc * shrink + mixed
         weight = weight * shrink + p.sum(axis=-1, keepdims=True)
         top, done = peak, [acc]
+        mx.eval(top, acc, weight)
     assert acc is not None
     return (acc / weight).reshape(b, hq, length, acc.shape[-1]).astype(q.dtype)
 

@@ -76,7 +76,7 @@ class CompressedKVCache(mlx_cache.KVCache):
     def _reset(self) -> None:
         self._store = Store(self._recipe)
         self.offset = 0
-        self.shared = False  # set by the seam: another layer reads these rows too
+        self.shared = self._layer.shared  # or set by the seam: another layer reads these rows too
         self._mode, self._phase = Mode.LEARN, Phase.EMPTY
         self._issued: tuple[mx.array, mx.array] | None = None
         self._new = 0  # rows of the update whose attention is still to come
@@ -104,6 +104,7 @@ class CompressedKVCache(mlx_cache.KVCache):
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last update returned, for layers that share another layer's keys and values."""
+        self.shared = True
         if self._mode is Mode.HANDLE or self._issued is None:
             return self._issue(None)
         return self._issued

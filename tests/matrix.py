@@ -1,0 +1,193 @@
+"""The test matrix: one row per method and setting feeds every property test. A new method adds its rows here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant_mlx import KVCacheConfig
+from veloxquant_mlx.cache.layer import CompressedKVCache
+from veloxquant_mlx.cache.store import GROW
+from veloxquant_mlx.core.types import LayerInfo
+
+Shape = tuple[int, int, int, int]  # B, H, Dk, Dv
+REPEATS = 2  # query heads per kv head, unless a test says otherwise
+
+
+def up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with settings small enough for short tests.
+
+    ``held(tokens, shape, itemsize)`` is the formula of the specification: bytes of codes, float rows and positions.
+    ``identity`` is the number of tokens up to which nothing is changed.
+    """
+
+    id: str
+    method: str
+    held: Callable[[int, Shape, int], int]
+    fields: dict[str, Any] = field(default_factory=dict)
+    identity: int = 0
+    drops: bool = False
+    queries: bool = False
+
+    def cache(self, shape: Shape = (1, 2, 64, 64), **fields: Any) -> CompressedKVCache:
+        config = KVCacheConfig(**{"method": self.method, **self.fields, **fields})
+        return CompressedKVCache(config, LayerInfo(head_dim=shape[2], value_dim=shape[3]))
+
+
+def kivi(bits: int, group: int, residual: int) -> Callable[[int, Shape, int], int]:
+    """Keys: whole residuals packed. Values: all but a residual. Two float16 parameters per group."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        block = residual or up(group, 32)
+        keys = tokens // block * block
+        values = max(0, tokens - residual)
+        room_k, room_v = up(keys, GROW), up(values, GROW)
+        padded = up(up(dv, min(group, up(dv, 32))), 32)
+        packed = room_k * dk * bits // 8 + room_k // group * dk * 4
+        packed += room_v * (padded * bits // 8 + padded // min(group, padded) * 4)
+        return b * h * (packed + itemsize * ((tokens - keys) * dk + (tokens - values) * dv))
+
+    return held
+
+
+def rvq(bits: int) -> Callable[[int, Shape, int], int]:
+    """Two codes of ``bits`` per number and one float16 rms per row; words are whole."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        return b * h * up(tokens, GROW) * sum(up(d * 2 * bits, 32) // 8 + 2 for d in (dk, dv))
+
+    return held
+
+
+def kept(budget: int, window: int | None = None) -> Callable[[int, Shape, int], int]:
+    """A policy that just acted: float rows and int32 positions, per head (with an observation window) or shared.
+
+    Per-head policies have room to grow, and hold the window's queries until rows are dropped.
+    """
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        n = min(tokens, budget)
+        rows = n if window is None else up(n, GROW)
+        queries = b * h * REPEATS * min(tokens, window or 0) * dk * itemsize
+        index = queries if tokens <= budget else 4 * n * (1 if window is None else b * h)
+        return b * h * rows * (dk + dv) * itemsize + index
+
+    return held
+
+
+ROWS = (
+    Row("kivi-2", "kivi", kivi(2, 32, 128), {"bit_width_inlier": 2}, identity=127),
+    Row("kivi-4-r32", "kivi", kivi(4, 32, 32), {"bit_width_inlier": 4, "residual_length": 32}, identity=31),
+    Row(
+        "kivi-3-g16",
+        "kivi",
+        kivi(3, 16, 32),
+        {"bit_width_inlier": 3, "kivi_group_size": 16, "residual_length": 32},
+        identity=31,
+    ),
+    Row("kivi-8-r0", "kivi", kivi(8, 64, 0), {"bit_width_inlier": 8, "kivi_group_size": 64, "residual_length": 0}),
+    Row("rvq-1", "turboquant_rvq", rvq(1), {"bit_width_inlier": 1}),
+    Row("rvq-2", "turboquant_rvq", rvq(2), {"bit_width_inlier": 2}),
+    Row("rvq-3", "turboquant_rvq", rvq(3), {"bit_width_inlier": 3}),
+    Row("rvq-4", "turboquant_rvq", rvq(4), {"bit_width_inlier": 4}),
+    Row(
+        "snapkv-64",
+        "snapkv",
+        kept(64, window=8),
+        {"snap_budget": 64, "snap_obs_window": 8},
+        identity=64,
+        drops=True,
+        queries=True,
+    ),
+    Row(
+        "snapkv-paper",
+        "snapkv",
+        kept(100, window=16),
+        {"snap_budget": 100, "snap_obs_window": 16, "snap_n_sink": 0, "snap_batched_scoring": False},
+        identity=100,
+        drops=True,
+        queries=True,
+    ),
+    Row(
+        "streaming-60",
+        "streaming_llm",
+        kept(64),
+        {"stream_window_size": 60},
+        identity=64,
+        drops=True,
+    ),
+)
+IDS = [row.id for row in ROWS]
+SHAPES: dict[str, Shape] = {
+    "D64": (1, 2, 64, 64),
+    "D80": (2, 3, 80, 80),
+    "D96": (1, 1, 96, 96),
+    "D128": (1, 2, 128, 128),
+    "D256": (1, 1, 256, 256),
+    "Dk192-Dv128": (1, 2, 192, 128),
+    "Dk64-Dv80": (2, 1, 64, 80),
+}
+DTYPES = {"fp16": mx.float16, "bf16": mx.bfloat16, "fp32": mx.float32}
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Seeded queries ``(B, H * R, T, Dk)``, keys ``(B, H, T, Dk)`` and values ``(B, H, T, Dv)``."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+
+    def part(self, start: int, stop: int) -> Tensors:
+        return Tensors(*(x[:, :, start:stop] for x in (self.q, self.k, self.v)))
+
+
+def tensors(
+    tokens: int, shape: Shape = (1, 2, 64, 64), repeats: int = REPEATS, dtype: mx.Dtype = mx.float32, seed: int = 0
+) -> Tensors:
+    """Random data with a few strong key channels, as models have them."""
+    b, h, dk, dv = shape
+    keys = [mx.random.key(seed + i) for i in range(3)]
+    scale = mx.where(mx.arange(dk) % 16 == 3, 5.0, 1.0)
+    q = mx.random.normal((b, h * repeats, tokens, dk), key=keys[0])
+    k = mx.random.normal((b, h, tokens, dk), key=keys[1]) * scale
+    v = mx.random.normal((b, h, tokens, dv), key=keys[2])
+    return Tensors(*(x.astype(dtype) for x in (q, k, v)))
+
+
+def feed(cache: Any, data: Tensors, chunks: Sequence[int], scale: float = 0.125) -> mx.array:
+    """Run the tokens through update and attention in chunks, as a model does; the outputs ``(B, Hq, T, Dv)``."""
+    outs, at = [], 0
+    for n in chunks:
+        now = data.part(at, at + n)
+        cache.update_and_fetch(now.k, now.v)
+        outs.append(cache.attend(now.q, scale=scale, mask="causal" if n > 1 else None))
+        mx.eval(outs[-1], cache.state)
+        at += n
+    assert at == data.k.shape[2]
+    return mx.concatenate(outs, axis=2)
+
+
+def split(tokens: int, size: int) -> list[int]:
+    """``tokens`` in chunks of ``size``."""
+    return [size] * (tokens // size) + ([tokens % size] if tokens % size else [])
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two caches hold the same arrays, bit for bit."""
+    mine, theirs = a.keys or [], b.keys or []
+    return len(mine) == len(theirs) and all(
+        x.shape == y.shape and x.dtype == y.dtype and bool(mx.array_equal(x, y, equal_nan=True))
+        for x, y in zip(mine, theirs, strict=True)
+    )

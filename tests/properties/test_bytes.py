@@ -1,0 +1,90 @@
+"""nbytes is what is held: the formula of the method, and every array reachable from the cache."""
+
+from __future__ import annotations
+
+import gc
+import types
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, split, tensors
+from veloxquant_mlx.cache.report import cache_report
+
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module, str, bytes)
+
+
+def reachable_bytes(root: Any) -> int:
+    """Bytes of all arrays that the interpreter can reach from ``root``: knows nothing of the package's own counts."""
+    found: dict[int, Any] = {}
+    visited: set[int] = set()
+    todo = [root]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in visited or isinstance(thing, _OPAQUE):
+            continue
+        visited.add(id(thing))
+        if isinstance(thing, (mx.array, np.ndarray)):
+            found[id(thing)] = thing
+            continue
+        todo.extend(gc.get_referents(thing))
+    return sum(a.nbytes for a in found.values())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("tokens", [1, 31, 128, 257])
+def test_formula(row: Row, shape: Shape, tokens: int) -> None:
+    cache = row.cache(shape)
+    feed(cache, tensors(tokens, shape, dtype=mx.float16), [tokens])
+    cache.end_prefill()
+    held = cache.held_bytes()
+    assert held["packed"] + held["window"] + held["index"] == row.held(tokens, shape, 2)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_every_reachable_array_is_counted(row: Row) -> None:
+    cache = row.cache()
+    assert cache.nbytes == reachable_bytes(cache)
+    feed(cache, tensors(200), split(200, 67))
+    cache.update_and_fetch(*(tensors(1).k, tensors(1).v))
+    assert cache.nbytes == reachable_bytes(cache)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_nothing_compressed_is_larger_than_it_was(row: Row, dtype: mx.Dtype) -> None:
+    """At 512 tokens, constants apart, no method holds more than the uncompressed rows."""
+    cache = row.cache()
+    feed(cache, tensors(512, dtype=dtype), [511, 1])
+    held = cache.held_bytes()
+    assert sum(held.values()) - held["fixed"] < 512 * 2 * 2 * 64 * dtype.size
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_active_memory_follows(row: Row) -> None:
+    """What MLX says is allocated falls and rises with nbytes (within 5 % and the allocator's rounding per array)."""
+    tokens, shape = 2048, (1, 4, 128, 128)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    cache = row.cache(shape)
+    feed(cache, tensors(tokens, shape, dtype=mx.float16), [tokens - 1, 1])
+    gc.collect()
+    grown = mx.get_active_memory() - before
+    assert grown <= cache.nbytes * 1.05 + 16384 * 12
+
+
+def test_report_adds_up() -> None:
+    caches = [row.cache() for row in ROWS]
+    for cache in caches:
+        feed(cache, tensors(160, dtype=mx.float16), [159, 1])
+    report = cache_report(caches)
+    assert report.nbytes == sum(c.nbytes for c in caches)
+    assert report.uncompressed == len(caches) * 160 * 2 * (64 + 64) * 2
+    assert report.ratio == report.uncompressed / report.nbytes
+    text = str(report)
+    assert all(row.method in text for row in ROWS) and f"{report.ratio:.2f}x smaller" in text

@@ -1,0 +1,130 @@
+"""The receipt: what was asked, what was done, and what is really held, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .layer import CompressedKVCache
+
+# Why a layer of this cache class is not ours to compress.
+_NATIVE = {
+    "RotatingKVCache": "sliding window: bounded by the model's own cache",
+    "ChunkedKVCache": "chunked attention: bounded by the model's own cache",
+    "ArraysCache": "recurrent state: no keys and values",
+    "CacheList": "several states in one layer: left to the model",
+    "KVCache": "uncompressed: the model's own cache",
+}
+
+
+@dataclass(frozen=True)
+class LayerReceipt:
+    """One entry of the cache list.
+
+    ``packed``, ``window``, ``index`` and ``fixed`` are bytes held: codes and their parameters; float rows; positions
+    and what a policy remembers; constants such as rotations and tables. ``uncompressed`` is what 16-bit keys and
+    values of the same tokens take.
+    """
+
+    method: str
+    tokens: int
+    rows: int
+    packed: int
+    window: int
+    index: int
+    fixed: int
+    uncompressed: int
+    attention: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed + self.window + self.index + self.fixed
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """The receipts of a cache list; ``str()`` is a readable table."""
+
+    layers: tuple[LayerReceipt, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def uncompressed(self) -> int:
+        """Bytes of 16-bit keys and values for the tokens seen, over the layers whose size is known."""
+        return sum(layer.uncompressed for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than 16-bit: from bytes held, never from bit widths. 1.0 for empty caches."""
+        ours = [layer for layer in self.layers if layer.uncompressed]
+        held = sum(layer.nbytes for layer in ours)
+        return sum(layer.uncompressed for layer in ours) / held if held else 1.0
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no caches"
+        head = ("layers", "method", "tokens", "rows", "packed", "window", "index", "fixed", "x smaller", "attention")
+        rows: list[tuple[str, ...]] = [head]
+        for first, last, layer in _runs(self.layers):
+            ratio = f"{layer.uncompressed / layer.nbytes:.2f}" if layer.uncompressed and layer.nbytes else "-"
+            span = str(first) if first == last else f"{first}-{last}"
+            sizes = (_size(n) for n in (layer.packed, layer.window, layer.index, layer.fixed))
+            how = "; ".join(layer.attention)
+            rows.append((span, layer.method, str(layer.tokens), str(layer.rows), *sizes, ratio, how))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        notes = dict.fromkeys(note for layer in self.layers for note in layer.notes)
+        lines += [f"note: {note}" for note in notes]
+        lines.append(
+            f"held {_size(self.nbytes)} in {len(self.layers)} layers; compressed layers are {self.ratio:.2f}x smaller "
+            "than 16-bit keys and values of the same tokens"
+        )
+        return "\n".join(lines)
+
+
+def cache_report(caches: Sequence[Any]) -> CacheReport:
+    """The receipt of a list of caches, one entry per cache, those of mlx_lm included."""
+    return CacheReport(tuple(_receipt(cache) for cache in caches))
+
+
+def _receipt(cache: Any) -> LayerReceipt:
+    if isinstance(cache, CompressedKVCache):
+        seen = cache.describe()
+        return LayerReceipt(
+            method=seen["method"],
+            tokens=seen["tokens"],
+            rows=seen["rows"],
+            **seen["bytes"],
+            uncompressed=2 * seen["elements"],
+            attention=tuple(seen["attention"]),
+            notes=tuple(seen["notes"]),
+        )
+    name = type(cache).__name__
+    tokens = cache.size() if hasattr(cache, "size") else 0
+    reason = _NATIVE.get(name, f"{name}: left to the model")
+    return LayerReceipt("-", tokens, tokens, 0, 0 if cache.empty() else cache.nbytes, 0, 0, 0, (reason,), ())
+
+
+def _runs(layers: Sequence[LayerReceipt]) -> list[tuple[int, int, LayerReceipt]]:
+    """Equal neighbours as one row: (first, last, receipt)."""
+    runs: list[tuple[int, int, LayerReceipt]] = []
+    for i, layer in enumerate(layers):
+        if runs and runs[-1][2] == layer:
+            runs[-1] = (runs[-1][0], i, layer)
+        else:
+            runs.append((i, i, layer))
+    return runs
+
+
+def _size(n: int) -> str:
+    """Bytes with a unit of 1024."""
+    size, units = float(n), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{n} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
