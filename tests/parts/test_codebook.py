@@ -33,7 +33,7 @@ def test_golden_codes():
     row[5:] = np.sqrt((16 - (row * row).sum()) / 11)  # brings the rms to one
     codes = lloyd(16, 2).encode(mx.array(row)[None, None, None])
     assert unpack(codes["words"], 2)[0, 0, 0, :5].tolist() == [0, 1, 1, 2, 3]
-    assert codes["words"].item() & 0x3FF == 916
+    assert int(np.array(codes["words"]).item()) & 0x3FF == 916
     assert codes["rms"].item() == 1.0
 
 
@@ -82,7 +82,8 @@ def test_codes_do_not_depend_on_scale(scale):
     codec, x = lloyd(128, 3), rows((1, 2, 20, 128))
     plain, scaled = codec.encode(x), codec.encode(x * scale)
     # float32 rounding may move a value across a threshold: at most a few of 5120
-    assert (unpack(plain["words"], 3) != unpack(scaled["words"], 3)).sum().item() <= (0 if scale != 3.0 else 3)
+    moved = np.array(unpack(plain["words"], 3)) != np.array(unpack(scaled["words"], 3))
+    assert moved.sum() <= (3 if scale == 3.0 else 0)
     np.testing.assert_allclose(scaled["rms"], plain["rms"].astype(mx.float32) * scale, rtol=2.0**-10)
 
 

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from veloxquant_mlx.artifacts import InMemoryArtifactStore
 from veloxquant_mlx.codecs.codebook import ScalarCodebook
 from veloxquant_mlx.codecs.levels import distortion, lloyd_max
 from veloxquant_mlx.codecs.transformed import Transformed
@@ -13,23 +14,6 @@ from veloxquant_mlx.core.exceptions import QuantizerConfigError
 from veloxquant_mlx.transforms.rotation import RandomHadamard, Rotation, haar, hadamard_is_safe, rotation
 
 DIMS = [64, 80, 96, 112, 128, 160, 192, 256]
-
-
-class Kept:
-    """The three rotation methods of an artifact store."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[int, int], mx.array] = {}
-
-    def exists(self, artifact_type: str, **kwargs: int) -> bool:
-        assert artifact_type == "rotation"
-        return (kwargs["d"], kwargs["seed"]) in self.kept
-
-    def load_rotation_matrix(self, d: int, seed: int) -> mx.array:
-        return self.kept[d, seed]
-
-    def save_rotation_matrix(self, Pi: mx.array, d: int, seed: int) -> None:
-        self.kept[d, seed] = Pi
 
 
 def rows(shape: tuple[int, ...], seed: int = 0) -> mx.array:
@@ -106,14 +90,14 @@ def test_rotations_serve_any_thread():
 
 @pytest.mark.parametrize("dim", [64, 80])
 def test_a_store_keeps_rotations(dim):
-    store = Kept()
+    store = InMemoryArtifactStore()
     first, values = rotation(dim, 5, 0, store), rotation(dim, 5, 1, store)
-    assert len(store.kept) == 2 and (dim, 5) in store.kept
+    assert store.exists("rotation", d=dim, seed=5)
     x = rows((3, dim))
     for turn, tag in ((first, 0), (values, 1)):
         assert mx.array_equal(turn.forward(x), rotation(dim, 5, tag, store).forward(x))
         np.testing.assert_allclose(turn.forward(x), rotation(dim, 5, tag).forward(x), atol=1e-5)
-    store.kept[dim, 5] = mx.ones((dim, dim))
+    store.save_rotation_matrix(mx.ones((dim, dim)), dim, 5)
     with pytest.raises(QuantizerConfigError, match="not an orthogonal"):
         rotation(dim, 5, 0, store)
 

@@ -44,27 +44,25 @@ class _Affine(Codec):
     def nbytes(self) -> int:
         return self._table.nbytes
 
-    def _encode(self, x: mx.array) -> Codes:
-        groups = x.reshape(*x.shape[:-1], -1, self.group)
-        low, high = self._ends(groups)
+    def _quantize(self, groups: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Codes (uint8), scales and biases of float32 groups that run along ``axis``."""
+        low, high = self._ends(groups, axis)
         biases = mx.clip(low, -F16_MAX, F16_MAX).astype(mx.float16)
         low = biases.astype(mx.float32)
         top = (1 << self.bits) - 1
         scales = (mx.clip(high - low, 0.0, F16_MAX * top) / top + ROUND_UP).astype(mx.float16)
         step = mx.maximum(scales.astype(mx.float32), 2.0**-24)
-        codes = mx.clip(mx.round((groups - low) / step), 0, top)
-        return {"words": pack(codes.reshape(x.shape), self.bits), "scales": scales[..., 0], "biases": biases[..., 0]}
+        codes = mx.clip(mx.round((groups - low) / step), 0, top).astype(mx.uint8)
+        return codes, scales.squeeze(axis), biases.squeeze(axis)
 
-    def _ends(self, groups: mx.array) -> tuple[mx.array, mx.array]:
+    def _ends(self, groups: mx.array, axis: int) -> tuple[mx.array, mx.array]:
         if self.bits > 1:
-            low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
-            return low, mx.minimum(high, F16_MAX)
+            return groups.min(axis, keepdims=True), mx.minimum(groups.max(axis, keepdims=True), F16_MAX)
         groups = mx.clip(groups, -F16_MAX, F16_MAX)
-        mean = groups.mean(-1, keepdims=True)
-        above = groups > mean
-        count = above.sum(-1, keepdims=True)
-        high = mx.where(above, groups, 0.0).sum(-1, keepdims=True) / mx.maximum(count, 1)
-        low = mx.where(above, 0.0, groups).sum(-1, keepdims=True) / mx.maximum(self.group - count, 1)
+        above = groups > groups.mean(axis, keepdims=True)
+        count = above.sum(axis, keepdims=True)
+        high = mx.where(above, groups, 0.0).sum(axis, keepdims=True) / mx.maximum(count, 1)
+        low = mx.where(above, 0.0, groups).sum(axis, keepdims=True) / mx.maximum(self.group - count, 1)
         return low, mx.where(count > 0, high, low)
 
     def _decode(self, codes: Codes, dtype: mx.Dtype) -> mx.array:
@@ -102,7 +100,11 @@ class ChannelAffine(_Affine):
         self.layout = {"words": Axis(-1, self.block * bits // 32), "scales": params, "biases": params}
 
     def encode(self, x: mx.array) -> Codes:
-        return self._encode(x.swapaxes(-1, -2).astype(mx.float32))
+        *lead, n, dim = x.shape
+        groups = x.astype(mx.float32).reshape(*lead, n // self.group, self.group, dim)
+        codes, scales, biases = self._quantize(groups, -2)
+        words = pack(codes.reshape(x.shape).swapaxes(-1, -2), self.bits)
+        return {"words": words, "scales": scales.swapaxes(-1, -2), "biases": biases.swapaxes(-1, -2)}
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         return self._decode(codes, dtype).swapaxes(-1, -2)
@@ -128,7 +130,9 @@ class TokenAffine(_Affine):
         self.layout = {"words": Axis(-2, 1), "scales": Axis(-2, 1), "biases": Axis(-2, 1)}
 
     def encode(self, x: mx.array) -> Codes:
-        return self._encode(self._pad(x.astype(mx.float32), mode="edge"))
+        x = self._pad(x.astype(mx.float32), mode="edge")
+        codes, scales, biases = self._quantize(x.reshape(*x.shape[:-1], -1, self.group), -1)
+        return {"words": pack(codes.reshape(x.shape), self.bits), "scales": scales, "biases": biases}
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         return self._decode(codes, dtype)[..., : self.dim]
