@@ -45,17 +45,18 @@ class _Affine(Codec):
         return self._table.nbytes
 
     def _quantize(self, groups: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Codes (uint8), scales and biases of float32 groups that run along ``axis``."""
+        """Codes (float32, whole), scales and biases of float32 groups that run along ``axis``."""
         low, high = self._ends(groups, axis)
         biases = mx.clip(low, -F16_MAX, F16_MAX).astype(mx.float16)
         low = biases.astype(mx.float32)
         top = (1 << self.bits) - 1
-        scales = (mx.clip(high - low, 0.0, F16_MAX * top) / top + ROUND_UP).astype(mx.float16)
+        scales = (mx.maximum(high - low, 0.0) * (1 / top) + ROUND_UP).astype(mx.float16)
         step = mx.maximum(scales.astype(mx.float32), 2.0**-24)
-        codes = mx.clip(mx.round((groups - low) / step), 0, top).astype(mx.uint8)
+        codes = mx.clip(mx.round((groups - low) / step), 0.0, top)
         return codes, scales.squeeze(axis), biases.squeeze(axis)
 
     def _ends(self, groups: mx.array, axis: int) -> tuple[mx.array, mx.array]:
+        """The values of the lowest and the highest code; a scale between them fits in float16."""
         if self.bits > 1:
             return groups.min(axis, keepdims=True), mx.minimum(groups.max(axis, keepdims=True), F16_MAX)
         groups = mx.clip(groups, -F16_MAX, F16_MAX)
@@ -63,7 +64,7 @@ class _Affine(Codec):
         count = above.sum(axis, keepdims=True)
         high = mx.where(above, groups, 0.0).sum(axis, keepdims=True) / mx.maximum(count, 1)
         low = mx.where(above, 0.0, groups).sum(axis, keepdims=True) / mx.maximum(self.group - count, 1)
-        return low, mx.where(count > 0, high, low)
+        return low, mx.where(count > 0, mx.minimum(high, low + F16_MAX), low)
 
     def _decode(self, codes: Codes, dtype: mx.Dtype) -> mx.array:
         values = lookup(codes["words"], self.bits, self._table)
@@ -103,7 +104,7 @@ class ChannelAffine(_Affine):
         *lead, n, dim = x.shape
         groups = x.astype(mx.float32).reshape(*lead, n // self.group, self.group, dim)
         codes, scales, biases = self._quantize(groups, -2)
-        words = pack(codes.reshape(x.shape).swapaxes(-1, -2), self.bits)
+        words = pack(codes.astype(mx.uint8).reshape(x.shape).swapaxes(-1, -2), self.bits)
         return {"words": words, "scales": scales.swapaxes(-1, -2), "biases": biases.swapaxes(-1, -2)}
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
