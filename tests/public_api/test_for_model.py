@@ -87,7 +87,7 @@ def test_every_method_serves_a_model_or_says_that_it_is_not_built(name):
         (KVCacheConfig(method="snapkv", bit_width_inlier=[4, 4, 4]), "bit_width_inlier=4.*'snapkv'"),
         (KVCacheConfig(method="kivi", sliding_window=4), "sliding_window=4"),
         (KVCacheConfig(method="kivi", seed="x"), "seed='x'"),
-        (KVCacheConfig(method="kivi", bit_width_outlier=3, n_outlier_channels=16), "n_outlier_channels=16.*< head_dim"),
+        (KVCacheConfig(method="kivi", bit_width_outlier=3), "bit_width_outlier=3.*two-stream mode"),
     ],
 )
 def test_refusals(config, message):
@@ -113,11 +113,12 @@ def test_one_configuration_per_layer(mixed):
 
 def test_head_size_rules_use_the_layers_head_size(mixed):
     """200 channels are too many for the layers (64, 128), though not for the head_dim of the configuration."""
-    config = KVCacheConfig(method="kivi", head_dim=256, bit_width_outlier=4, n_outlier_channels=200)
+    fields = {"method": "turboquant_mse", "bit_width_outlier": 4}
     with pytest.raises(QuantizerConfigError, match=r"n_outlier_channels=200.*head_dim = 64"):
-        for_model(object(), config)
-    small = KVCacheConfig(method="kivi", head_dim=8, bit_width_outlier=4, n_outlier_channels=16)
-    assert len(for_model(object(), small)) == 4
+        config = KVCacheConfig(head_dim=256, n_outlier_channels=200, **fields)
+        for_model(object(), config, serve_standalone=True)
+    with pytest.raises(NotImplementedError):  # the check has passed
+        for_model(object(), KVCacheConfig(head_dim=8, n_outlier_channels=16, **fields), serve_standalone=True)
 
 
 def test_nothing_to_compress_warns_and_returns_the_models_caches(monkeypatch):

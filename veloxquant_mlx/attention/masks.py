@@ -21,8 +21,8 @@ def for_rows(mask: Mask, offset: int, rows: int, positions: mx.array | None, kv_
         return mask
     if mask.shape[-1] != offset:
         raise CacheInputError(
-            f"mask has {mask.shape[-1]} columns; valid: {offset} (one per token so far) or {rows} (one per stored row). "
-            "Build the mask with this cache's make_mask."
+            f"mask has {mask.shape[-1]} columns; valid: {offset} (one per token so far) or {rows} (one per stored "
+            "row). Build the mask with this cache's make_mask."
         )
     assert positions is not None
     if positions.shape[0] == positions.shape[1] == 1:

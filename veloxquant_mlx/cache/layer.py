@@ -24,6 +24,10 @@ from .store import Store
 if TYPE_CHECKING:
     from .base import KVCacheConfig
 
+    _Base = Any  # mlx_lm has no types; what a checker infers from its code is no contract
+else:
+    _Base = mlx_cache.KVCache
+
 
 class Mode(Enum):
     """Whether the model's attention comes back to this cache; learned from the first update."""
@@ -51,7 +55,7 @@ class _Absent:
         raise AttributeError(f"CompressedKVCache has no attribute {self.name!r}")
 
 
-class CompressedKVCache(mlx_cache.KVCache):
+class CompressedKVCache(_Base):
     """Keys and values of one layer, held compressed by ``config.method``.
 
     ``update_and_fetch`` only appends; ``attend`` computes over everything held with the model's real queries, then
@@ -68,9 +72,10 @@ class CompressedKVCache(mlx_cache.KVCache):
     to_quantized = _Absent()
     merge = _Absent()  # batches of requests arrive with their own class, never with mlx_lm's uncompressed one
 
-    def __init__(self, config: KVCacheConfig, layer: LayerInfo = LayerInfo()):
-        self._config, self._layer = config, layer
-        self._recipe: Recipe = method(config.method).recipe(config, layer)
+    def __init__(self, config: KVCacheConfig, layer: LayerInfo | None = None):
+        self._config = config
+        self._layer = layer or LayerInfo(head_dim=config.head_dim, value_dim=config.head_dim)
+        self._recipe: Recipe = method(config.method).recipe(config, self._layer)
         self._reset()
 
     def _reset(self) -> None:
@@ -136,9 +141,7 @@ class CompressedKVCache(mlx_cache.KVCache):
         loose = list(store.aux.values())
         return mx.depends([out], loose)[0] if loose else out
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask for ``N`` new tokens: mlx_lm's shorthand where it says enough, else one column per token seen.
 
         Where the model attends on decoded arrays, one column per row that it will get.
@@ -299,9 +302,7 @@ class CompressedKVCache(mlx_cache.KVCache):
     def _check(self, keys: mx.array, values: mx.array) -> None:
         """Refuse tensors that do not fit, before anything changes."""
         if keys.ndim != 4 or values.ndim != 4:
-            raise CacheInputError(
-                f"keys and values must have 4 axes (B, H, S, D); got {keys.shape} and {values.shape}"
-            )
+            raise CacheInputError(f"keys and values must have 4 axes (B, H, S, D); got {keys.shape} and {values.shape}")
         if 0 in keys.shape or 0 in values.shape:
             raise CacheInputError(f"keys {keys.shape} and values {values.shape}: no axis of (B, H, S, D) may be empty")
         if keys.shape[:3] != values.shape[:3]:

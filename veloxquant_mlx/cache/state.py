@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .layer import CompressedKVCache
 
 FORMAT = 1
+_PACKAGE = __name__.partition(".")[0]
 # Not part of what is stored: where things come from or go to.
 _TRANSIENT = ("options", "store", "observers")
 
@@ -52,7 +53,7 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     names, arrays = header["names"], list(state[1:])
     if len(arrays) < len(names):
         raise CacheStateError(f"the state holds {len(arrays)} arrays; its header names {len(names)}: it is incomplete")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in header["config"].items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["config"].items()}
     if values.get("dtype"):
         values["dtype"] = getattr(mx, values["dtype"])
     config = KVCacheConfig(**values)
@@ -87,11 +88,11 @@ def _plain(config: Any) -> tuple[dict[str, Any], list[str]]:
     unsaved = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in _TRANSIENT or value is None or (value == field.default) is True:
+        if field.name in _TRANSIENT or value is field.default or (value == field.default) is True:
             continue
         if isinstance(value, mx.Dtype):
             plain[field.name] = _dtype_name(value)
-        elif isinstance(value, (bool, int, float, str, list, tuple)):
+        elif value is None or isinstance(value, (bool, int, float, str, list, tuple)):
             plain[field.name] = value
         else:
             unsaved.append(field.name)
@@ -143,6 +144,6 @@ def _children(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (list, tuple)):
         yield from value
-    elif type(value).__module__.startswith(__package__.partition(".")[0]):
+    elif type(value).__module__.startswith(_PACKAGE):
         yield from vars(value).values() if hasattr(value, "__dict__") else ()
         yield from (getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name))

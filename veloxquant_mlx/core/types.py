@@ -10,7 +10,6 @@ import mlx.core as mx
 if TYPE_CHECKING:
     from ..codecs.base import Codec
     from ..models.rope import Rotation, UnknownRotation
-    from ..models.rope import Rotation, UnknownRotation
     from ..policies.eviction import Eviction
 
 

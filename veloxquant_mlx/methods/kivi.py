@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..codecs.affine import ChannelAffine, TokenAffine
 from ..core.types import Recipe, Stream
-from ._method import BITS, TWO_STREAM, MethodInfo, check_two_stream, ints, option, refuse
+from ._method import BITS, MethodInfo, bits_of, ints, option, refuse
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
@@ -32,7 +32,7 @@ INFO = MethodInfo(
     paper="KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
     arxiv="2402.02750",
     venue="ICML 2024",
-    reads={"bit_width_inlier": BITS, "residual_length": ints(0), **TWO_STREAM},
+    reads={"bit_width_inlier": BITS, "residual_length": ints(0)},
     options=KIVIOptions,
 )
 
@@ -45,12 +45,11 @@ def check(config: FlatConfig) -> None:
         refuse(
             "residual_length", residual, valid, f"Use {residual // group * group} or {(residual // group + 1) * group}."
         )
-    check_two_stream(config)
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
     """Keys wait for a whole residual and are packed per channel; values leave a sliding window one by one."""
-    bits, group, residual = config.bit_width_inlier, config.kivi_group_size, config.residual_length
+    bits, group, residual = bits_of(config), config.kivi_group_size, config.residual_length
     keys, values = ChannelAffine(bits, group), TokenAffine(bits, group, dim=layer.value_dim)
     return Recipe(
         keys=Stream(keys, chunk=lcm(residual, keys.block) or keys.block),

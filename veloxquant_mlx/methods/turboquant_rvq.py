@@ -13,7 +13,7 @@ from ..codecs.levels import residual_levels
 from ..codecs.transformed import Transformed
 from ..core.types import Recipe, Stream
 from ..transforms.rotation import rotation
-from ._method import FLAG, TWO_STREAM, MethodInfo, check_two_stream, ints
+from ._method import MethodInfo, bits_of, ints
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
@@ -26,27 +26,17 @@ INFO = MethodInfo(
     name="turboquant_rvq",
     title="TurboQuant rotation, two-stage codebooks",
     family="rotation",
-    reads={
-        "bit_width_inlier": ints(1, 4),
-        "enable_vectorized_attend": FLAG,
-        "enable_fused_query_dot": FLAG,
-        **TWO_STREAM,
-    },
+    reads={"bit_width_inlier": ints(1, 4)},
 )
-
-
-def check(config: FlatConfig) -> None:
-    """Rules between fields."""
-    check_two_stream(config)
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
     """Every token is encoded on its own, as soon as its own attention is done; keys and values alike."""
 
     def stream(dim: int, tag: int) -> Stream:
-        first, second = residual_levels(config.bit_width_inlier)
+        first, second = residual_levels(bits_of(config))
         sums = (first[:, None] + second[None, :]).reshape(-1)  # code = first stage << b | second stage
-        codec = ScalarCodebook(dim, sums, 2 * config.bit_width_inlier)
+        codec = ScalarCodebook(dim, sums, 2 * bits_of(config))
         return Stream(Transformed(codec, rotation(dim, config.seed, tag, config.store)))
 
     return Recipe(keys=stream(layer.head_dim, KEYS), values=stream(layer.value_dim, VALUES))

@@ -75,7 +75,7 @@ class WindowAttention(Score):
 
 
 def pool(x: mx.array, kernel: int, how: Literal["mean", "max"]) -> mx.array:
-    """Pool ``(..., n)`` along the last axis, stride 1, odd ``kernel``; means divide by ``kernel`` at the borders too."""
+    """``(..., n)`` pooled along the last axis, stride 1, odd ``kernel``; means divide by it at the borders too."""
     half, n = kernel // 2, x.shape[-1]
     fill = 0.0 if how == "mean" else -mx.inf
     padded = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(half, half)], constant_values=fill)

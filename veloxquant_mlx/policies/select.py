@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 def top(score: mx.array, budget: int) -> mx.array:
-    """Ascending indices ``(B, H, budget)`` of the ``budget`` highest of ``score`` ``(B, H, n)``; ties go to older rows."""
+    """Ascending indices ``(B, H, budget)`` of the highest ``score`` ``(B, H, n)``; ties go to older rows."""
     n = score.shape[-1]
     # One key per row that orders by (score, age): distinct keys select the same rows on every back end.
     bits = score.astype(mx.float32).view(mx.uint32)
