@@ -1,0 +1,70 @@
+"""``veloxquant generate``: mlx_lm's own generation with a compressed cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..cache.base import KVCacheBuilder, KVCacheConfig
+from ..core.exceptions import ArtifactNotFoundError
+from .text import size
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """Model and tokenizer from a folder or a repository; one readable error whatever goes wrong on the way."""
+    from mlx_lm import load as mlx_lm_load
+
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise ArtifactNotFoundError(f"model {name!r} is not a folder. Give the folder of an mlx_lm model.")
+    try:
+        model, tokenizer, *_ = mlx_lm_load(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name)
+    except Exception as error:
+        raise ArtifactNotFoundError(
+            f"model {name!r} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Give a folder with config.json, safetensors and a tokenizer, or a repository that can be reached."
+        ) from error
+    return model, tokenizer
+
+
+def prompt_ids(tokenizer: Any, prompt: str, raw: bool = False) -> list[int]:
+    """Tokens of ``prompt``, as one user message where the tokenizer has a chat template."""
+    if raw or tokenizer.chat_template is None:
+        return list(tokenizer.encode(prompt))
+    return list(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True))
+
+
+def generate_text(
+    name: str,
+    prompt: str,
+    config: KVCacheConfig | None,
+    max_tokens: int,
+    raw: bool,
+    report: bool,
+    out: Console,
+    err: Console,
+) -> None:
+    """Stream the model's text to ``out`` and the figures to ``err``; ``config`` None is the model's own cache."""
+    from mlx_lm import stream_generate
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..cache.report import cache_report
+
+    model, tokenizer = load(name)
+    caches = make_prompt_cache(model) if config is None else KVCacheBuilder.for_model(model, config)
+    last = None
+    for last in stream_generate(
+        model, tokenizer, prompt_ids(tokenizer, prompt, raw), max_tokens=max_tokens, prompt_cache=caches
+    ):
+        out.print(last.text, end="", markup=False, soft_wrap=True)
+    out.print()
+    if last is not None:
+        held = size(sum(cache.nbytes for cache in caches))
+        err.print(
+            f"[dim]{last.prompt_tokens} prompt tokens at {last.prompt_tps:.0f}/s, {last.generation_tokens} generated "
+            f"at {last.generation_tps:.1f}/s, keys and values held: {held}[/]",
+            soft_wrap=True,
+        )
+    if report:
+        out.print(str(cache_report(caches)), markup=False, soft_wrap=True)
