@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.base import create_causal_mask
 
-from ..attention import entry, masks
+from ..attention import entry, hook, masks
 from ..attention.hook import KVHandle
 from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigError
 from ..core.types import LayerInfo, Recipe
@@ -126,7 +126,7 @@ class CompressedKVCache(_Base):
             raise CacheStateError("attend on an empty cache; call update_and_fetch first")
         self._mode, self._issued = Mode.HANDLE, None
         store = self._store
-        mask = masks.for_rows(mask, self.offset, store.n, store.positions, store.keys.heads)
+        mask = masks.for_rows(mask, self.offset, store.n, store.positions, queries.shape[1])
         if not self._config.enable_vectorized_attend:
             out, path = entry.decoded(store, queries, scale, mask, sinks), entry.Path.REFERENCE
         else:
@@ -138,7 +138,7 @@ class CompressedKVCache(_Base):
         if not self.shared:  # other readers of this step must find the same rows: settled by the next update
             self._settle()
         # Arrays that no output depends on would grow into an ever longer unevaluated chain.
-        loose = list(store.aux.values())
+        loose = [*store.aux.values(), *([] if store.positions is None else [store.positions])]
         return mx.depends([out], loose)[0] if loose else out
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
@@ -225,6 +225,7 @@ class CompressedKVCache(_Base):
     @classmethod
     def from_state(cls, state: Any, meta_state: Any = None) -> CompressedKVCache:
         """A cache from what ``state`` gave, without the model."""
+        hook.install()  # for_model may never run in the process that loads a file
         cache = cls.__new__(cls)
         cache.state = state
         return cache
@@ -252,7 +253,8 @@ class CompressedKVCache(_Base):
         """Tell a policy that the prompt is complete. Only needed where the whole prompt came in one call."""
         if self._recipe.eviction is not None and not self.empty():
             self._settle()
-            self._evict()
+            if self._phase is Phase.PREFILL or self._store.n == self.offset:
+                self._evict()
             self._seal()
             self._phase = Phase.DECODE
 
