@@ -8,6 +8,7 @@ from enum import Enum
 import mlx.core as mx
 
 from ..cache.store import Store
+from ..codecs.base import compute_dtype
 from . import blockwise, masks, reference
 
 
@@ -32,7 +33,7 @@ def attention(
     """Attention of ``q`` ``(B, Hq, L, D)`` over everything that the store holds, in q's dtype.
 
     ``mask`` has one column per stored row (``masks.for_rows``). ``compute`` is the dtype of the products on packed
-    data, None for q's own; ``key_view`` changes float keys before they are used. Scores go through one float32
+    data, None for the best of this device; ``key_view`` changes float keys before they are used. Scores go through one float32
     softmax.
     """
     if not (store.keys.n_packed or store.values.n_packed):
@@ -41,7 +42,7 @@ def attention(
         out = mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
         return out.astype(q.dtype), Path.FUSED
     assert key_view is None, "a method that changes keys in attention keeps them in floats"
-    x = q if compute is None else q.astype(compute)
+    x = q.astype(compute or compute_dtype(q.dtype))
     # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
     if q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]:
         return _packed(store, x, scale, mask, sinks).astype(q.dtype), Path.PACKED

@@ -9,7 +9,7 @@ from ..core.exceptions import CacheInputError
 Mask = mx.array | str | None
 
 
-def for_rows(mask: Mask, offset: int, rows: int, positions: mx.array | None, kv_heads: int) -> Mask:
+def for_rows(mask: Mask, offset: int, rows: int, positions: mx.array | None, query_heads: int) -> Mask:
     """``mask`` over the ``rows`` stored rows.
 
     An array mask has one column per logical position (``offset`` of them), whatever the layer holds; a mask that
@@ -28,14 +28,10 @@ def for_rows(mask: Mask, offset: int, rows: int, positions: mx.array | None, kv_
     if positions.shape[0] == positions.shape[1] == 1:
         return mx.take(mask, positions[0, 0], axis=-1)
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    if mask.shape[1] == 1:
-        mask = mx.broadcast_to(mask, (mask.shape[0], kv_heads, *mask.shape[2:]))
-    b = max(mask.shape[0], positions.shape[0])
-    repeats = mask.shape[1] // positions.shape[1]
-    index = mx.repeat(positions, repeats, axis=1)[:, :, None]
-    return mx.take_along_axis(
-        mx.broadcast_to(mask, (b, *mask.shape[1:])), mx.broadcast_to(index, (b, *mask.shape[1:3], rows)), axis=-1
-    )
+    shape = (max(mask.shape[0], positions.shape[0]), query_heads, mask.shape[2])
+    index = mx.repeat(positions, query_heads // positions.shape[1], axis=1)[:, :, None]
+    wide = mx.broadcast_to(mask, (*shape, offset))
+    return mx.take_along_axis(wide, mx.broadcast_to(index, (*shape, rows)), axis=-1)
 
 
 def apply(scores: mx.array, mask: Mask, past: int, row: int = 0, column: int = 0) -> mx.array:

@@ -53,6 +53,11 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     names, arrays = header["names"], list(state[1:])
     if len(arrays) < len(names):
         raise CacheStateError(f"the state holds {len(arrays)} arrays; its header names {len(names)}: it is incomplete")
+    if header["unsaved"]:
+        raise CacheStateError(
+            f"the state was made with {', '.join(header['unsaved'])}, which a state cannot hold. "
+            "Feed the prompt again to a cache with the same configuration."
+        )
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["config"].items()}
     if values.get("dtype"):
         values["dtype"] = getattr(mx, values["dtype"])
@@ -83,12 +88,12 @@ def _header(state: Any) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> tuple[dict[str, Any], list[str]]:
-    """Fields that differ from the defaults as JSON values, and the names of those that JSON cannot hold."""
+    """Fields that were set as JSON values, and the names of those that JSON cannot hold."""
     plain: dict[str, Any] = {"method": config.method}
     unsaved = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in _TRANSIENT or value is field.default or (value == field.default) is True:
+        if field.name in _TRANSIENT or value is field.default:
             continue
         if isinstance(value, mx.Dtype):
             plain[field.name] = _dtype_name(value)

@@ -1,0 +1,116 @@
+"""State at any time, copies, files, and the protocol that mlx_lm acts on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
+
+from tests.matrix import IDS, ROWS, Row, feed, same_state, tensors
+from veloxquant_mlx import CacheStateError
+from veloxquant_mlx.cache.layer import CompressedKVCache
+from veloxquant_mlx.observers import EventLog
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_state_at_any_time(row: Row) -> None:
+    cache = row.cache()
+    mx.eval(cache.state)
+    for n in (1, 150, 1, 1):
+        feed(cache, tensors(n), [n])
+        assert all(isinstance(x, mx.array) for x in cache.state)
+        mx.eval(cache.state)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@pytest.mark.parametrize("tokens", [0, 20, 250])
+def test_copies_are_independent(row: Row, tokens: int) -> None:
+    cache, twin = row.cache(), row.cache()
+    if tokens:
+        for c in (cache, twin):
+            feed(c, tensors(tokens), [tokens - 1, 1])
+    clone = copy.deepcopy(cache)
+    assert same_state(clone, cache) and clone.nbytes == cache.nbytes
+    feed(clone, tensors(140, seed=3), [140])
+    assert same_state(cache, twin) and cache.offset == tokens
+    outs = [feed(c, tensors(70, seed=4), [70]) for c in (cache, twin)]
+    assert mx.array_equal(*outs)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@pytest.mark.parametrize("tokens", [1, 20, 250])
+def test_prompt_cache_files(row: Row, tokens: int, tmp_path: Path) -> None:
+    """Saved and loaded by mlx_lm's own functions, the cache goes on bit for bit; codes are not made anew."""
+    cache = row.cache((1, 2, 80, 64))
+    feed(cache, tensors(tokens, (1, 2, 80, 64), dtype=mx.float16), [tokens])
+    cache.end_prefill()
+    file = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(file, [cache])
+    (loaded,) = load_prompt_cache(file)
+    assert type(loaded) is CompressedKVCache and loaded.offset == tokens and loaded.config.method == row.method
+    assert same_state(loaded, cache) and loaded.nbytes == cache.nbytes
+    more = tensors(45, (1, 2, 80, 64), dtype=mx.float16, seed=8)
+    outs = [feed(c, more, [40, *[1] * 5]) for c in (cache, loaded)]
+    assert mx.array_equal(*outs) and same_state(loaded, cache)
+
+
+@pytest.mark.parametrize("damage", ["no header", "foreign", "newer", "missing arrays", "empty"])
+def test_damaged_state_is_refused(damage: str) -> None:
+    cache = ROWS[0].cache()
+    feed(cache, tensors(200), [200])
+    header, *arrays = cache.state
+    text = bytes(np.array(header)).decode()
+    newer = mx.array(np.frombuffer(text.replace('"format": 1', '"format": 99').encode(), np.uint8))
+    state = {
+        "no header": arrays,
+        "foreign": [mx.zeros((1, 2, 3, 4)), mx.zeros((1, 2, 3, 4)), 3],
+        "newer": [newer, *arrays],
+        "missing arrays": [header, *arrays[:2]],
+        "empty": [],
+    }[damage]
+    with pytest.raises(CacheStateError):
+        CompressedKVCache.from_state(state)
+
+
+def test_nothing_inherited_does_work() -> None:
+    """Every public name of mlx_lm's cache is overridden or hidden; names that mlx_lm acts on look absent."""
+    cache = ROWS[0].cache()
+    own = set(vars(CompressedKVCache))
+    for base in KVCache.__mro__[:-1]:
+        public = {name for name in vars(base) if not name.startswith("_")}
+        assert public <= own, public - own
+    for name in ("to_quantized", "merge", "bits", "group_size", "__len__", "__bool__"):
+        assert not hasattr(cache, name) and not hasattr(CompressedKVCache, name), name
+    assert isinstance(cache, KVCache)
+    parameters = inspect.signature(CompressedKVCache.make_mask).parameters
+    assert list(parameters) == ["self", "N", "return_array", "window_size"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_pipeline_parallel_hooks(row: Row) -> None:
+    """Models split over machines do ``cache.keys = mx.depends(cache.keys, h)``."""
+    cache = row.cache()
+    assert cache.keys is None
+    feed(cache, tensors(150), [149, 1])
+    twin = copy.deepcopy(cache)
+    cache.keys = mx.depends(cache.keys, mx.ones(3) * 2)
+    assert same_state(cache, twin)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_observers_see_what_happens(row: Row) -> None:
+    log = EventLog()
+    cache = row.cache(observers=[log])
+    feed(cache, tensors(150), [149, 1])
+    seen = log.counts()
+    assert seen.keys() == ({"evict"} if row.drops else {"encode"})
+    saved = -sum(e.memory_delta_bytes for e in log.events)
+    assert saved > 0 and all(e.elapsed_ms > 0 for e in log.events)
+    if not row.drops:
+        cache.trim(10)
+        assert log.counts()["trim"] == 1
