@@ -82,9 +82,9 @@ class _Affine(Codec):
     def _product(self, x: mx.array, codes: Codes, transpose: bool) -> mx.array:
         # MLX promotes bfloat16 with float16 parameters to float32 by itself; float32 with float16 costs 5 % (CPU).
         wide = x.astype(compute_dtype(x.dtype))
-        out = mx.quantized_matmul(
-            wide, codes["words"], codes["scales"], codes["biases"], transpose, group_size=self.group, bits=self.bits
-        )
+        # The CUDA back end refuses views with gaps (MLX 0.32.4); the CPU copies them by itself.
+        words, scales, biases = (mx.contiguous(codes[name]) for name in ("words", "scales", "biases"))
+        out = mx.quantized_matmul(wide, words, scales, biases, transpose, group_size=self.group, bits=self.bits)
         return out.astype(x.dtype)
 
 
