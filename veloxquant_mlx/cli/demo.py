@@ -35,11 +35,11 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2, "residual_length": 64}),
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
-    ("snapkv, 384 tokens", {"method": "snapkv", "snap_budget": 384}),
-    ("streaming_llm, 384 tokens", {"method": "streaming_llm", "stream_window_size": 380}),
+    ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
+    ("streaming_llm, 512 tokens", {"method": "streaming_llm", "stream_window_size": 508}),
 )
 NOTES = {
-    "streaming_llm": "keeps the first 4 tokens and the newest 380, by design: the password stands before those",
+    "streaming_llm": "keeps the first 4 tokens and the newest 508, by design: the password stands before those",
     "snapkv": "keeps the tokens that the question attends to; in the scored passage it cannot know what comes",
 }
 
@@ -193,7 +193,7 @@ def table(rows: list[Row]) -> Table:
             f"{m.mean_kl:.4f}",
             f"{m.top1_agreement:.0%}",
             f"{m.relative_speed:.2f}x",
-            mark + Text(row.answer),
+            mark + Text(row.answer or "(nothing)"),
         )
     return view
 
