@@ -1,0 +1,56 @@
+"""How the model tests run a model: caches of a matrix row, prompts in chunks, greedy steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generate_step
+
+from tests.matrix import ROWS, Row
+from tests.models import tiny
+from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
+
+# One setting per method that is quick to compress, whatever methods the matrix holds.
+FIRST: dict[str, Row] = {row.method: row for row in reversed(ROWS)}
+QUANTISED = [row for row in ROWS if not row.drops]
+DROPPING = [row for row in FIRST.values() if row.drops]
+
+
+def config(row: Row, **fields: Any) -> KVCacheConfig:
+    return KVCacheConfig(**{"method": row.method, **row.fields, **fields})
+
+
+def caches_of(model: Any, row: Row, **fields: Any) -> list[Any]:
+    return KVCacheBuilder.for_model(model, config(row, **fields))
+
+
+def prefill(model: Any, caches: list[Any], ids: mx.array, step: int) -> np.ndarray:
+    """Logits ``(S, vocabulary)`` of ``ids`` ``(1, S)``, fed as mlx_lm feeds a prompt: its last token alone."""
+    out, last = [], ids.shape[1] - 1
+    for start in [*range(0, last, step), last]:
+        stop = min(start + step, last) if start < last else last + 1
+        out.append(model(ids[:, start:stop], cache=caches))
+        mx.eval(out[-1], [c.state for c in caches])
+    return np.array(mx.concatenate(out, axis=1)[0])
+
+
+def decode(model: Any, caches: list[Any], ids: mx.array) -> np.ndarray:
+    """Logits ``(S, vocabulary)`` of ``ids`` ``(1, S)``, one token at a time and evaluated as mlx_lm does."""
+    out = []
+    for i in range(ids.shape[1]):
+        out.append(model(ids[:, i : i + 1], cache=caches))
+        mx.eval(out[-1])
+    return np.array(mx.concatenate(out, axis=1)[0])
+
+
+def greedy(model: Any, prompt: mx.array, n: int, **kwargs: Any) -> tuple[list[int], np.ndarray]:
+    """Tokens and log probabilities ``(n, vocabulary)`` from mlx_lm's ``generate_step``; ``prompt`` is ``(S,)``."""
+    steps = [(int(token), np.array(row)) for token, row in generate_step(prompt, model, max_tokens=n, **kwargs)]
+    return [token for token, _ in steps], np.stack([row for _, row in steps])
+
+
+def token_list(count: int, seed: int = 0) -> list[int]:
+    """``tiny.tokens`` as a list."""
+    return np.array(tiny.tokens(count, seed))[0].tolist()
