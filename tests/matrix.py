@@ -184,10 +184,12 @@ def split(tokens: int, size: int) -> list[int]:
     return [size] * (tokens // size) + ([tokens % size] if tokens % size else [])
 
 
+def identical(a: mx.array, b: mx.array) -> bool:
+    """Equal dtype, shape and bits; NaN equals NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(mx.array_equal(a, b, equal_nan=True))
+
+
 def same_state(a: Any, b: Any) -> bool:
     """Whether two caches hold the same arrays, bit for bit."""
     mine, theirs = a.keys or [], b.keys or []
-    return len(mine) == len(theirs) and all(
-        x.shape == y.shape and x.dtype == y.dtype and bool(mx.array_equal(x, y, equal_nan=True))
-        for x, y in zip(mine, theirs, strict=True)
-    )
+    return len(mine) == len(theirs) and all(identical(x, y) for x, y in zip(mine, theirs, strict=True))

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.base import create_causal_mask
 
-from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, split, tensors
+from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, identical, split, tensors
 from veloxquant_mlx.attention import reference
 from veloxquant_mlx.cache.layer import CompressedKVCache
 
@@ -112,7 +112,7 @@ def test_identity_until_something_is_compressed(row: Row) -> None:
         mask = "causal" if stop - start > 1 else None
         q, k, v = data.q[:, :, start:stop], data.k[:, :, :stop], data.v[:, :, :stop]
         own = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask)
-        assert mx.array_equal(out[:, :, start:stop], own)
+        assert identical(out[:, :, start:stop], own)
 
 
 @pytest.mark.parametrize("row", QUANTISERS, ids=[r.id for r in QUANTISERS])
@@ -132,7 +132,7 @@ def test_compute_dtype(row: Row) -> None:
     data = tensors(300)
     full, half = row.cache(), row.cache(dtype=mx.bfloat16)
     outs = [feed(cache, data, [299, 1])[:, :, -1:] for cache in (full, half)]
-    assert outs[1].dtype == mx.float32 and not mx.array_equal(*outs)
+    assert outs[1].dtype == mx.float32 and not identical(*outs)
     assert mx.allclose(*outs, rtol=0.1, atol=0.1)  # bfloat16 keeps 8 bits of queries and weights
 
 
