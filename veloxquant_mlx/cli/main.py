@@ -108,6 +108,7 @@ def generate(
 
 
 def _config(name: str, bits: int | None, options: list[str]) -> KVCacheConfig:
+    method(name).require_built()  # before a model is loaded
     known = {f.name for f in dataclasses.fields(KVCacheConfig)} - {"method", "options", "store", "observers"}
     fields: dict[str, Any] = {} if bits is None else {"bit_width_inlier": bits}
     for text in options:

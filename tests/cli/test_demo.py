@@ -1,0 +1,58 @@
+"""The demo on a shortened story: the whole path on the real model, in seconds."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.conftest import MODELS
+from veloxquant_mlx.cache.base import KVCacheConfig
+from veloxquant_mlx.cache.registry import METHODS, method
+from veloxquant_mlx.cli import app, demo
+
+
+def test_the_passage_holds_the_fact_once_in_its_middle():
+    text = demo.passage()
+    assert text.count(demo.FACT) == 1
+    assert 0.35 < text.index(demo.FACT) / len(text) < 0.65
+    assert 1200 < len(text.split()) * 1.2 < 1600  # about 1.2 tokens a word
+
+
+def test_every_built_method_is_shown_and_every_setting_is_valid():
+    assert {fields["method"] for _, fields in demo.SHOWN} == {name for name in METHODS if method(name).built}
+    for _, fields in demo.SHOWN:
+        config = KVCacheConfig(**fields, head_dim=64)
+        method(config.method).check(config)
+
+
+def test_the_table_marks_right_and_wrong_answers():
+    measured = demo.Measurement(96, 2**20, 4.0, 0.01, 0.1, 0.2, 0.9, 8.0, 0.75, 5.0, 0)
+    rows = [demo.Row("good", "kivi", measured, "It is Marigold."), demo.Row("bad", "streaming_llm", measured, "")]
+    shown = io.StringIO()
+    Console(width=120, file=shown).print(demo.table(rows))
+    lines = shown.getvalue().splitlines()
+    good, bad = (next(line for line in lines if name in line) for name in ("good", "bad"))
+    for figure in ("1.0 MiB", "4.00x", "0.0100", "90%", "0.75x", "✓ It is Marigold."):
+        assert figure in good
+    assert "✗ (nothing)" in bad
+    assert any(line.startswith("streaming_llm: ") for line in demo.footnotes(rows, half=True))
+
+
+@pytest.mark.real_model
+def test_the_demo_runs(monkeypatch):
+    story = demo.passage()
+    start = story.index("In the autumn")
+    monkeypatch.setattr(demo, "passage", lambda: story[start : start + 900])
+    monkeypatch.setattr(demo, "SCORED", 8)
+    monkeypatch.setattr(demo, "SHOWN", demo.SHOWN[:1] + demo.SHOWN[-1:])
+    result = CliRunner().invoke(app, ["demo", "--models", str(MODELS), "--json"])
+    assert result.exit_code == 0, result.output
+    plain, kivi, streaming = json.loads(result.stdout)
+    assert plain["right"] and kivi["right"]
+    assert plain["ratio"] == 1.0 and plain["mean_kl"] == 0.0
+    # Fewer tokens than either window: streaming_llm holds all 16-bit rows and differs by their rounding only.
+    assert streaming["mean_kl"] < 1e-4
+    assert 1.0 < kivi["ratio"] < 4.0
+    assert kivi["mean_kl"] < 0.1
