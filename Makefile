@@ -16,6 +16,7 @@ test: lint models  ## lint, types and all tests
 
 lint: setup  ## ruff and pyright
 	@$(DEV) run ruff check .
+	@$(DEV) run ruff format --check .
 	@$(DEV) run pyright
 
 models: setup  ## convert the real models of the tests into .models/, once
