@@ -12,6 +12,7 @@ from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.store import GROW
 from veloxquant_mlx.core.types import LayerInfo
+from veloxquant_mlx.models.rope import Rotation
 
 Shape = tuple[int, int, int, int]  # B, H, Dk, Dv
 REPEATS = 2  # query heads per kv head, unless a test says otherwise
@@ -37,9 +38,9 @@ class Row:
     drops: bool = False
     queries: bool = False
 
-    def cache(self, shape: Shape = (1, 2, 64, 64), **fields: Any) -> CompressedKVCache:
+    def cache(self, shape: Shape = (1, 2, 64, 64), rope: Rotation | None = None, **fields: Any) -> CompressedKVCache:
         config = KVCacheConfig(**{"method": self.method, **self.fields, **fields})
-        return CompressedKVCache(config, LayerInfo(head_dim=shape[2], value_dim=shape[3]))
+        return CompressedKVCache(config, LayerInfo(head_dim=shape[2], value_dim=shape[3], rope=rope))
 
 
 def kivi(bits: int, group: int, residual: int) -> Callable[[int, Shape, int], int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_causal_mask
 
 from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, identical, split, tensors
 from veloxquant_mlx.attention import reference
 from veloxquant_mlx.cache.layer import CompressedKVCache
+from veloxquant_mlx.models.rope import probe_rotation
 
 EXACT_FIRST = [r for r in ROWS if r.identity]
 QUANTISERS = [r for r in ROWS if not r.drops]
@@ -115,15 +117,15 @@ def test_identity_until_something_is_compressed(row: Row) -> None:
         assert identical(out[:, :, start:stop], own)
 
 
-@pytest.mark.parametrize("row", QUANTISERS, ids=[r.id for r in QUANTISERS])
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_reference_switch(row: Row) -> None:
     """enable_vectorized_attend=False goes by the plain float32 path: the same numbers, and the receipt says so."""
-    data = tensors(300)
-    fast, plain = row.cache(), row.cache(enable_vectorized_attend=False)
+    data, rope = tensors(300), probe_rotation(nn.RoPE(64), 64)
+    fast, plain = (row.cache(rope=rope, enable_vectorized_attend=flag) for flag in (True, False))
     outs = [feed(cache, data, split(300, 90)) for cache in (fast, plain)]
     assert close(*outs)
     assert plain.describe()["attention"] == ["float32 reference on decoded rows"]
-    assert "on packed data" in " ".join(fast.describe()["attention"])
+    assert plain.describe()["attention"] != fast.describe()["attention"]
 
 
 @pytest.mark.parametrize("row", QUANTISERS, ids=[r.id for r in QUANTISERS])

@@ -50,6 +50,7 @@ def test_every_reachable_array_is_counted(row: Row) -> None:
     cache = row.cache()
     assert cache.nbytes == reachable_bytes(cache)
     feed(cache, tensors(200), split(200, 67))
+    assert cache.nbytes == reachable_bytes(cache)
     cache.update_and_fetch(*(tensors(1).k, tensors(1).v))
     assert cache.nbytes == reachable_bytes(cache)
 

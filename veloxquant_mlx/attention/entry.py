@@ -11,6 +11,8 @@ from ..cache.store import Store
 from ..codecs.base import compute_dtype
 from . import blockwise, masks, reference
 
+KeyView = Callable[[mx.array], mx.array]
+
 
 class Path(str, Enum):
     """How one attention call was computed; the receipt names it."""
@@ -27,14 +29,14 @@ def attention(
     scale: float,
     mask: masks.Mask,
     sinks: mx.array | None,
+    key_view: KeyView | None = None,
     compute: mx.Dtype | None = None,
-    key_view: Callable[[mx.array], mx.array] | None = None,
 ) -> tuple[mx.array, Path]:
     """Attention of ``q`` ``(B, Hq, L, D)`` over everything that the store holds, in q's dtype.
 
-    ``mask`` has one column per stored row (``masks.for_rows``). ``compute`` is the dtype of the products on packed
-    data, None for the best of this device; ``key_view`` changes float keys before they are used. Scores go through one float32
-    softmax.
+    ``mask`` has one column per stored row (``masks.for_rows``). ``key_view`` changes float keys before they are used.
+    ``compute`` is the dtype of the products on packed data, None for the best of this device. Scores go through one
+    float32 softmax.
     """
     if not (store.keys.n_packed or store.values.n_packed):
         keys, values = store.keys.dense(), store.values.dense()
@@ -49,10 +51,18 @@ def attention(
     return blockwise.attention(store, x, scale, mask, sinks).astype(q.dtype), Path.BLOCKWISE
 
 
-def decoded(store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None) -> mx.array:
+def decoded(
+    store: Store,
+    q: mx.array,
+    scale: float,
+    mask: masks.Mask,
+    sinks: mx.array | None,
+    key_view: KeyView | None = None,
+) -> tuple[mx.array, Path]:
     """The same by the float32 reference: slow, for comparison."""
     keys, values = store.keys.dense(dtype=mx.float32), store.values.dense(dtype=mx.float32)
-    return reference.attention(q, keys, values, scale, mask, sinks)
+    keys = keys if key_view is None else key_view(keys)
+    return reference.attention(q, keys, values, scale, mask, sinks), Path.REFERENCE
 
 
 def _packed(store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigE
 from ..core.types import LayerInfo, Recipe
 from ..observers import QuantizationEvent
 from . import state as saved
+from .checks import FiniteWatch, check_rows
 from .registry import method
 from .store import Store
 
@@ -87,7 +89,7 @@ class CompressedKVCache(_Base):
         self._new = 0  # rows of the update whose attention is still to come
         self._queries: mx.array | None = None  # of that attention, until acted upon
         self._scale, self._sinks = 1.0, None
-        self._finite: tuple[int, mx.array] | None = None  # first token of the last chunk, whether it is finite
+        self._watch = FiniteWatch()
         self._paths: set[str] = set()
 
     # ------------------------------------------------------------------------------------------- protocol of mlx_lm
@@ -101,7 +103,7 @@ class CompressedKVCache(_Base):
         if self.offset == 0:
             self._fit_geometry(keys, values)
         length = keys.shape[2]
-        self._watch(keys, values)
+        self._watch.note(keys, values, self.offset)
         self._store.append(keys, values, self.offset)
         self.offset += length
         self._new = length
@@ -127,11 +129,11 @@ class CompressedKVCache(_Base):
         self._mode, self._issued = Mode.HANDLE, None
         store = self._store
         mask = masks.for_rows(mask, self.offset, store.n, store.positions, queries.shape[1])
-        if not self._config.enable_vectorized_attend:
-            out, path = entry.decoded(store, queries, scale, mask, sinks), entry.Path.REFERENCE
+        view = self._key_view()
+        if self._config.enable_vectorized_attend:
+            out, path = entry.attention(store, queries, scale, mask, sinks, view, self._config.dtype)
         else:
-            view = self._key_view()
-            out, path = entry.attention(store, queries, scale, mask, sinks, compute=self._config.dtype, key_view=view)
+            out, path = entry.decoded(store, queries, scale, mask, sinks, view)
         self._paths.add(path.value)
         if self._new:
             self._queries, self._scale, self._sinks = queries, scale, sinks
@@ -178,7 +180,7 @@ class CompressedKVCache(_Base):
         n = min(n, self.offset)
         if n:
             self._settle()
-            before = self.nbytes
+            before = self.nbytes if self._config.observers else 0
             self._store.truncate(self.offset - n)
             self.offset -= n
             self._issued, self._new = None, 0
@@ -206,8 +208,8 @@ class CompressedKVCache(_Base):
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """A header and every array, flags included: mlx_lm evaluates this between prompt chunks."""
-        return saved.pack(self) if self._finite is None else (*saved.pack(self), self._finite[1])
+        """A header, every array, and what else mlx_lm is to evaluate between prompt chunks."""
+        return (*saved.pack(self), *self._watch.arrays())
 
     @state.setter
     def state(self, arrays: Any) -> None:
@@ -236,7 +238,7 @@ class CompressedKVCache(_Base):
         clone.__dict__.update(self.__dict__)
         clone._store = Store(self._recipe)
         clone._store.copy_from(self._store)
-        clone._issued, clone._paths = None, set(self._paths)
+        clone._issued, clone._paths, clone._watch = None, set(self._paths), copy.copy(self._watch)
         return clone
 
     # ------------------------------------------------------------------------------------------------- our own names
@@ -276,7 +278,7 @@ class CompressedKVCache(_Base):
             stream, _, field = name.partition(".")
             kind = "index" if stream not in "kv" else "window" if field in ("sinks", "tail") else "packed"
             out[kind] += array.nbytes
-        out["fixed"] = sum(a.nbytes for a in saved.constants(self._recipe))
+        out["fixed"] = sum(a.nbytes for a in (*saved.constants(self._recipe), *self._watch.arrays()))
         return out
 
     def describe(self) -> dict[str, Any]:
@@ -302,47 +304,16 @@ class CompressedKVCache(_Base):
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        """Refuse tensors that do not fit, before anything changes."""
-        if keys.ndim != 4 or values.ndim != 4:
-            raise CacheInputError(f"keys and values must have 4 axes (B, H, S, D); got {keys.shape} and {values.shape}")
-        if 0 in keys.shape or 0 in values.shape:
-            raise CacheInputError(f"keys {keys.shape} and values {values.shape}: no axis of (B, H, S, D) may be empty")
-        if keys.shape[:3] != values.shape[:3]:
-            raise CacheInputError(f"keys {keys.shape} and values {values.shape} must agree in (B, H, S)")
-        if not (mx.issubdtype(keys.dtype, mx.floating) and mx.issubdtype(values.dtype, mx.floating)):
-            raise CacheInputError(f"keys are {keys.dtype} and values {values.dtype}; valid: a float dtype")
-        if self._store.n:
-            k, v = self._store.keys, self._store.values
-            held, got = (k.batch, k.heads, k.dim, v.dim), (*keys.shape[:2], keys.shape[3], values.shape[3])
-            if held != got:
-                raise CacheInputError(f"this cache holds (B, H, Dk, Dv) = {held}; got {got}")
+        """Refuse what cannot be taken, before anything changes."""
+        k, v = self._store.keys, self._store.values
+        check_rows(keys, values, (k.batch, k.heads, k.dim, v.dim) if self._store.n else None)
         capacity = self._config.capacity
         if capacity is not None and self._recipe.eviction is None and self.offset + keys.shape[2] > capacity:
             raise CacheStateError(
                 f"capacity={capacity} tokens; {self.offset} are held and {keys.shape[2]} more came. "
                 "Raise capacity, or choose a method that drops tokens."
             )
-        self._raise_if_not_finite()
-
-    def _watch(self, keys: mx.array, values: mx.array) -> None:
-        """Note, without waiting for it, whether a chunk is finite before its rows shape scales that others share.
-
-        A single decoded row needs no watch: it is in its own attention at once, and the output shows it.
-        """
-        if keys.shape[2] > 1:
-            self._finite = (self.offset, mx.all(mx.isfinite(keys)) & mx.all(mx.isfinite(values)))
-
-    def _raise_if_not_finite(self) -> None:
-        """Raise where the last chunk was not finite. mlx_lm has evaluated the flag by then, with the state."""
-        if self._finite is None:
-            return
-        start, flag = self._finite
-        if not flag.item():
-            raise CacheStateError(
-                f"keys or values from token {start} on hold NaN or infinity, which spoils what is held. "
-                "Use a new cache; a model that overflows in float16 needs bfloat16 or float32."
-            )
-        self._finite = None
+        self._watch.check()
 
     def _fit_geometry(self, keys: mx.array, values: mx.array) -> None:
         """Rebuild the recipe where the tensors differ from what the configuration promised."""
@@ -404,16 +375,15 @@ class CompressedKVCache(_Base):
     def _evict(self) -> None:
         ev, store = self._recipe.eviction, self._store
         assert ev is not None
-        kept = ev.kept(store, self._scale, self._sinks)
-        if kept is None:
+        before, begun = self.nbytes if self._config.observers else 0, time.perf_counter()
+        dropped = ev.drop(store, self._scale, self._sinks)
+        if not dropped:
             return
-        before, rows, begun = self.nbytes, store.n, time.perf_counter()
-        store.keep(kept)
         if not ev.bounded:
             if self._config.capacity is None:
                 ev.forget(store)
             mx.eval(list(store.arrays().values()))
-        self._emit("evict", (rows - store.n,), before, begun)
+        self._emit("evict", (dropped,), before, begun)
 
     def _seal(self) -> None:
         before, begun = self.nbytes if self._config.observers else 0, time.perf_counter()

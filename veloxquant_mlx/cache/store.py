@@ -231,6 +231,12 @@ class StreamStore:
         assert rows is not None and self.n == self.tail.n, "rows are dropped before they are sealed"
         self.tail.replace(take_rows(rows, index))
 
+    def cut(self, start: int, stop: int) -> None:
+        """Drop rows ``start`` to ``stop``. Only float rows can be dropped."""
+        rows = self.tail.view()
+        assert rows is not None and self.n == self.tail.n, "rows are dropped before they are sealed"
+        self.tail.replace(mx.concatenate([rows[..., :start, :], rows[..., stop:, :]], axis=2))
+
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
         out = {name: rows.data for name, rows in (("sinks", self.sinks), ("tail", self.tail)) if rows.data is not None}
@@ -289,6 +295,13 @@ class Store:
             self.positions = mx.take_along_axis(old, mx.broadcast_to(index, shape), axis=-1)
         self.keys.keep(index)
         self.values.keep(index)
+
+    def cut(self, start: int, stop: int) -> None:
+        """Drop rows ``start`` to ``stop`` of every head."""
+        old = mx.arange(self.n, dtype=mx.int32)[None, None] if self.positions is None else self.positions
+        self.positions = mx.concatenate([old[..., :start], old[..., stop:]], axis=-1)
+        self.keys.cut(start, stop)
+        self.values.cut(start, stop)
 
     def truncate(self, n: int) -> None:
         """Keep the oldest ``n`` rows."""

@@ -40,10 +40,6 @@ class _Affine(Codec):
         self.group = group
         self._table = lookup_table(np.arange(1 << bits), bits)
 
-    @property
-    def nbytes(self) -> int:
-        return self._table.nbytes
-
     def _quantize(self, groups: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
         """Codes (float32, whole), scales and biases of float32 groups that run along ``axis``."""
         low, high = self._ends(groups, axis)

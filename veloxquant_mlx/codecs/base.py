@@ -103,8 +103,3 @@ class Codec(ABC):
         if n <= step:
             return [codes]
         return [self.cut(codes, start, min(start + step, n)) for start in range(0, n, step)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codec's own constants (rotation, codebook), shared by every cache that uses it."""
-        return 0

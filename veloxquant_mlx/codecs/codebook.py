@@ -34,15 +34,7 @@ class ScalarCodebook(Codec):
         self._thresholds = mx.array(thresholds)
         self._tree = mx.array(_search_tree(thresholds))
         self._order = None if (np.diff(order) == 1).all() else mx.array(order.astype(np.uint8))
-        mx.eval(self._constants())
-
-    def _constants(self) -> list[mx.array]:
-        order = [] if self._order is None else [self._order]
-        return [self._table, self._thresholds, self._tree, *order]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._constants())
+        mx.eval(self._thresholds, self._tree, self._order)
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)

@@ -29,7 +29,3 @@ class Transformed(Codec):
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         return self.transform.inverse(self.codec.mix(p, codes)).astype(p.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.codec.nbytes + self.transform.nbytes

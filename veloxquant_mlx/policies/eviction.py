@@ -33,15 +33,17 @@ class Eviction:
         if self.score is not None:
             self.score.observe(store, q)
 
-    def kept(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array | None:
-        """Ascending indices ``(B | 1, H | 1, budget)`` of the rows that stay, None where all do."""
-        n = store.n
-        if n <= self.budget:
-            return None
+    def drop(self, store: Store, scale: float, sinks: mx.array | None) -> int:
+        """Drop the rows beyond the budget; returns how many per head. ``sinks`` are learned sink logits."""
+        excess = store.n - self.budget
+        if excess <= 0:
+            return 0
         if self.score is None:
-            return mx.concatenate([mx.arange(self.sinks), mx.arange(n - self.recent, n)])[None, None]
-        score = self.score.score(store, scale, sinks)
-        return select.top(select.protect(score, store.positions, self.sinks, self.recent), self.budget)
+            store.cut(self.sinks, self.sinks + excess)
+        else:
+            score = select.protect(self.score.score(store, scale, sinks), store.positions, self.sinks, self.recent)
+            store.keep(select.top(score, self.budget))
+        return excess
 
     def forget(self, store: Store) -> None:
         """Free what the score remembers."""

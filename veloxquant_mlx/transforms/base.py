@@ -21,8 +21,3 @@ class Transform(ABC):
     def on_query(self, q: mx.array) -> mx.array:
         """The map that queries need; the same as ``forward`` where the transform is orthogonal."""
         return self.forward(q)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the transform's constants."""
-        return 0

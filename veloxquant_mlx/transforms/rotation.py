@@ -28,10 +28,6 @@ class Rotation(Transform):
     def inverse(self, y: mx.array) -> mx.array:
         return y.astype(mx.float32) @ self.matrix
 
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
-
 
 class RandomHadamard(Transform):
     """Random signs ``(D,)``, then the Hadamard transform: one rotation in ``D log D`` operations."""
@@ -45,10 +41,6 @@ class RandomHadamard(Transform):
 
     def inverse(self, y: mx.array) -> mx.array:
         return mx.hadamard_transform(y.astype(mx.float32)) * self.signs
-
-    @property
-    def nbytes(self) -> int:
-        return self.signs.nbytes
 
 
 @cache
