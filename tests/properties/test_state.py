@@ -83,7 +83,7 @@ def test_nothing_inherited_does_work() -> None:
     for base in KVCache.__mro__[:-1]:
         public = {name for name in vars(base) if not name.startswith("_")}
         assert public <= own, public - own
-    for name in ("to_quantized", "merge", "bits", "group_size", "__len__", "__bool__"):
+    for name in ("to_quantized", "bits", "group_size", "__len__", "__bool__"):
         assert not hasattr(cache, name) and not hasattr(CompressedKVCache, name), name
     assert isinstance(cache, KVCache)
     parameters = inspect.signature(CompressedKVCache.make_mask).parameters

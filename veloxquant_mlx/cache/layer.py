@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from .store import Store
 
 if TYPE_CHECKING:
     from .base import KVCacheConfig
+    from .batch import CompressedBatchCache
 
     _Base = Any  # mlx_lm has no types; what a checker infers from its code is no contract
 else:
@@ -72,7 +73,6 @@ class CompressedKVCache(_Base):
 
     step: int = 1  # mlx_lm's growth step; the store has its own
     to_quantized = _Absent()
-    merge = _Absent()  # batches of requests arrive with their own class, never with mlx_lm's uncompressed one
 
     def __init__(self, config: KVCacheConfig, layer: LayerInfo | None = None):
         self._config = config
@@ -96,18 +96,11 @@ class CompressedKVCache(_Base):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append ``keys`` ``(B, H, S, Dk)`` and ``values`` ``(B, H, S, Dv)``; what comes back goes to attention."""
-        self._check(keys, values)
         if self._mode is Mode.LEARN and self._issued is not None:
-            self._use_arrays()
-        self._settle()
-        if self.offset == 0:
-            self._fit_geometry(keys, values)
-        length = keys.shape[2]
-        self._watch.note(keys, values, self.offset)
-        self._store.append(keys, values, self.offset)
-        self.offset += length
-        self._new = length
-        return self._issue((keys, values) if self.offset == length else None)
+            self._check(keys, values)
+            self.use_arrays()
+        self.append(keys, values)
+        return self._issue((keys, values) if self.offset == keys.shape[2] else None)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last update returned, for layers that share another layer's keys and values."""
@@ -138,7 +131,7 @@ class CompressedKVCache(_Base):
         if self._new:
             self._queries, self._scale, self._sinks = queries, scale, sinks
         if not self.shared:  # other readers of this step must find the same rows: settled by the next update
-            self._settle()
+            self.settle()
         # Arrays that no output depends on would grow into an ever longer unevaluated chain.
         loose = [*store.aux.values(), *([] if store.positions is None else [store.positions])]
         return mx.depends([out], loose)[0] if loose else out
@@ -152,7 +145,7 @@ class CompressedKVCache(_Base):
             return None if N == 1 else "causal"
         if self._mode is Mode.HANDLE or self.positions.shape[1] > 1:
             return create_causal_mask(N, self.offset, window_size=window_size)
-        self._settle()
+        self.settle()
         columns = mx.concatenate([self.positions[0, 0], mx.arange(self.offset, self.offset + N)])
         rows = mx.arange(self.offset, self.offset + N)[:, None]
         allowed = rows >= columns
@@ -179,7 +172,7 @@ class CompressedKVCache(_Base):
             raise CacheInputError(f"trim: n={n}; valid: 0 or more")
         n = min(n, self.offset)
         if n:
-            self._settle()
+            self.settle()
             before = self.nbytes if self._config.observers else 0
             self._store.truncate(self.offset - n)
             self.offset -= n
@@ -232,6 +225,13 @@ class CompressedKVCache(_Base):
         cache.state = state
         return cache
 
+    @classmethod
+    def merge(cls, caches: Sequence[CompressedKVCache]) -> CompressedBatchCache:
+        """One batch of the sequences of ``caches``, which stay as they are."""
+        from .batch import CompressedBatchCache
+
+        return CompressedBatchCache.merge(caches)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedKVCache:
         """An independent cache; arrays are shared until written, recipe and config always."""
         clone = type(self).__new__(type(self))
@@ -242,6 +242,17 @@ class CompressedKVCache(_Base):
         return clone
 
     # ------------------------------------------------------------------------------------------------- our own names
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """``update_and_fetch`` without handing anything out: for batches, which hand out for all their rows."""
+        self._check(keys, values)
+        self.settle()
+        if self.offset == 0:
+            self._fit_geometry(keys, values)
+        self._watch.note(keys, values, self.offset)
+        self._store.append(keys, values, self.offset)
+        self.offset += keys.shape[2]
+        self._new = keys.shape[2]
 
     def materialize(self) -> tuple[mx.array, mx.array]:
         """Decoded keys ``(B, H, n, Dk)`` and values ``(B, H, n, Dv)`` of the rows held, in the dtype they came in."""
@@ -254,7 +265,7 @@ class CompressedKVCache(_Base):
     def end_prefill(self) -> None:
         """Tell a policy that the prompt is complete. Only needed where the whole prompt came in one call."""
         if self._recipe.eviction is not None and not self.empty():
-            self._settle()
+            self.settle()
             if self._phase is Phase.PREFILL or self._store.n == self.offset:
                 self._evict()
             self._seal()
@@ -270,6 +281,15 @@ class CompressedKVCache(_Base):
     @property
     def config(self) -> KVCacheConfig:
         return self._config
+
+    @property
+    def mode(self) -> Mode:
+        return self._mode
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of equal length held; 0 while empty."""
+        return self._store.keys.batch if self._store.n else 0
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes held by kind: ``packed`` codes, ``window`` float rows, ``index`` positions and policy, ``fixed``."""
@@ -324,7 +344,7 @@ class CompressedKVCache(_Base):
             self._layer, self._recipe = layer, method(self._config.method).recipe(self._config, layer)
             self._store = Store(self._recipe)
 
-    def _use_arrays(self) -> None:
+    def use_arrays(self) -> None:
         """Nobody called ``attend`` for the last update: the model has attention code of its own."""
         ev = self._recipe.eviction
         if ev is not None and ev.score is not None:
@@ -353,7 +373,7 @@ class CompressedKVCache(_Base):
             return None
         return lambda keys: ev.in_cache_positions(keys, dropped)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Act on the last update, once: observe its queries, drop rows, encode what left the windows."""
         new, queries, self._new, self._queries = self._new, self._queries, 0, None
         if new == 0:
