@@ -7,7 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 
 from veloxquant_mlx.core.exceptions import CacheInputError
-from veloxquant_mlx.quality import Reference, Run, compare, measure, reference, store_as, teacher_force
+from veloxquant_mlx.quality import Reference, Run, compare, measure, reference, relative_speed, store_as, teacher_force
 
 LAYERS, KV_HEADS, D, VOCAB = 2, 2, 16, 97
 TOKENS = [(7 * i * i + 3) % VOCAB for i in range(60)]
@@ -35,14 +35,15 @@ def run_of(probabilities, kv_bytes=100, decode_seconds=1.0):
 
 
 def test_kl_ratio_and_speed_of_a_hand_made_case():
-    truth = Reference(run_of([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]), bytes_16=800)
+    truth = Reference(run_of([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]), bytes_16=800, caches=[])
     found = compare(truth, run_of([[0.25, 0.75], [0.1, 0.9], [0.5, 0.5]], kv_bytes=200, decode_seconds=2.0))
     kl = [0.5 * np.log(2) + 0.5 * np.log(2 / 3), 0.8 * np.log(9), 0.0]
     # 1e-6: the probabilities went through float32.
     assert found.mean_kl == pytest.approx(np.mean(kl), abs=1e-6)
     assert found.max_kl == pytest.approx(max(kl), abs=1e-6)
     assert found.ratio == 4.0
-    assert found.relative_speed == 0.5
+    assert found.decode_tokens_per_second == 1.0
+    assert found.relative_speed is None
     # [0.5, 0.5] ties at index 0; the first candidate row prefers index 1.
     assert found.top1_agreement == pytest.approx(1 / 3)
 
@@ -52,6 +53,17 @@ def test_the_models_own_cache_against_itself(model):
     assert found.tokens == 10
     assert found.mean_kl == 0.0
     assert found.top1_agreement == 1.0
+    # The same work on both sides; a tenfold difference would be a fault of the clock, not noise.
+    assert found.relative_speed is not None and 0.1 < found.relative_speed < 10
+
+
+def test_measuring_speed_leaves_the_caches_alone(model):
+    truth = reference(model, TOKENS, 50)
+    caches = make_prompt_cache(model)
+    store_as(caches, mx.float16)
+    teacher_force(model, TOKENS, caches, 50)
+    assert relative_speed(model, 5, truth.caches, caches) > 0
+    assert [c.offset for c in truth.caches + caches] == [len(TOKENS) - 1] * 2 * LAYERS
 
 
 def test_chunks_do_not_change_the_predictions(model):
@@ -95,6 +107,6 @@ def test_a_prompt_without_a_continuation_is_refused(model, prompt_len):
 
 
 def test_passes_over_other_tokens_are_refused():
-    truth = Reference(run_of([[0.5, 0.5]] * 3), 100)
+    truth = Reference(run_of([[0.5, 0.5]] * 3), 100, [])
     with pytest.raises(CacheInputError, match="same tokens"):
         compare(truth, run_of([[0.5, 0.5]] * 2))

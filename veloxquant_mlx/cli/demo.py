@@ -25,14 +25,14 @@ from .text import size
 
 QUESTION = "What is the secret password of the lighthouse?"
 FACT = "marigold"
-SCORED = 96  # tokens at the end of the passage whose predictions are compared
-CHUNK = 256  # tokens of the prompt at a time: small enough for a lively progress bar
+SCORED = 64  # tokens at the end of the passage whose predictions are compared
+CHUNK = 512  # tokens of the prompt at a time: mlx_lm takes 2,048, fewer keep the progress bars lively
 ANSWER = 24  # most tokens of an answer
 
-# Settings that suit a prompt of 1,500 tokens.
+# Default settings but for the bits: 128 exact tokens for kivi, budgets of 512 tokens.
 SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4, "residual_length": 64}),
-    ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2, "residual_length": 64}),
+    ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4}),
+    ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
     ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
@@ -192,7 +192,7 @@ def table(rows: list[Row]) -> Table:
             f"{m.ratio:.2f}x",
             f"{m.mean_kl:.4f}",
             f"{m.top1_agreement:.0%}",
-            f"{m.relative_speed:.2f}x",
+            f"{m.relative_speed or 0:.2f}x",
             mark + Text(row.answer or "(nothing)"),
         )
     return view
@@ -205,7 +205,8 @@ def footnotes(rows: list[Row], half: bool) -> list[str]:
         "K/V held: bytes of all arrays of the cache at the end of the story; x smaller: than 16-bit keys and values.",
         f"mean KL (nats) and same top-1: next-token predictions over the last {m.tokens} tokens of the story, against "
         "the uncompressed cache.",
-        f"speed: tokens/s after the prompt, relative to uncompressed ({m.decode_tokens_per_second:.1f}/s here).",
+        "speed: single-token steps at the end of the story, relative to the uncompressed cache in the same moment "
+        f"({m.decode_tokens_per_second:.1f} tokens/s in its own pass).",
     ]
     if half:
         lines.append("This CPU computes in float32; keys and values are held in 16 bits, as a 16-bit model's would be.")

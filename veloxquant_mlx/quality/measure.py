@@ -6,9 +6,12 @@ Bytes are counted on the arrays that the caches hold, never from bit widths.
 
 from __future__ import annotations
 
+import copy
+import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -40,10 +43,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Reference:
-    """The pass with the model's own cache. ``bytes_16`` is what its keys and values take at 2 bytes a number."""
+    """The pass with the model's own cache, and that cache at its end, to compare speeds with.
+
+    ``bytes_16`` is what its keys and values take at 2 bytes a number.
+    """
 
     run: Run
     bytes_16: int
+    caches: list[Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class Measurement:
 
     ``kv_bytes`` are held at the end of the pass, ``ratio`` is how many times smaller that is than 16-bit K/V.
     KL divergences are in nats, from the uncompressed to the compressed distribution. ``relative_speed`` compares
-    decode steps. ``active_growth`` is the growth of MLX's active memory over the pass.
+    single-token steps at the end of the pass, taken in turn (None where only passes were compared: they ran at
+    different times). ``active_growth`` is the growth of MLX's active memory over the pass.
     """
 
     tokens: int
@@ -63,7 +71,7 @@ class Measurement:
     max_kl: float
     top1_agreement: float
     decode_tokens_per_second: float
-    relative_speed: float
+    relative_speed: float | None
     prefill_seconds: float
     active_growth: int
 
@@ -117,7 +125,7 @@ def reference(model: Any, tokens: Sequence[int], prompt_len: int, **kwargs: Any)
     """The pass with the cache that mlx_lm itself makes; keywords as in ``teacher_force``."""
     caches = make_prompt_cache(model)
     run = teacher_force(model, tokens, caches, prompt_len, **kwargs)
-    return Reference(run, 2 * sum(_numbers_held(c) for c in caches))
+    return Reference(run, 2 * sum(_numbers_held(c) for c in caches), caches)
 
 
 def _numbers_held(cache: Any) -> int:
@@ -145,7 +153,7 @@ def compare(truth: Reference, run: Run) -> Measurement:
         max_kl=float(kl.max()),
         top1_agreement=float((p.argmax(-1) == q.argmax(-1)).mean()),
         decode_tokens_per_second=run.decode_tokens_per_second,
-        relative_speed=run.decode_tokens_per_second / truth.run.decode_tokens_per_second,
+        relative_speed=None,
         prefill_seconds=run.prefill_seconds,
         active_growth=run.active_growth,
     )
@@ -171,17 +179,42 @@ def measure(
     caches = make_caches()
     if kv_dtype is not None:
         store_as(caches, kv_dtype)
-    return compare(truth, teacher_force(model, tokens, caches, prompt_len, step=step, progress=progress))
+    found = compare(truth, teacher_force(model, tokens, caches, prompt_len, step=step, progress=progress))
+    return replace(found, relative_speed=relative_speed(model, tokens[-1], truth.caches, caches))
+
+
+def relative_speed(model: Any, token: int, base: list[Any], caches: list[Any], pairs: int = 12) -> float:
+    """How many times faster a single-token step is with ``caches`` than with ``base``: the median over pairs of steps.
+
+    The steps are taken in turn, so that other work on the machine slows both alike, and on copies: neither list
+    changes.
+    """
+    ids, rivals = mx.array([[token]]), (copy.deepcopy(base), copy.deepcopy(caches))
+    ratios = []
+    for _ in range(pairs + 1):
+        seconds = []
+        for rival in rivals:
+            began = time.perf_counter()
+            mx.eval(model(ids, cache=rival))
+            seconds.append(time.perf_counter() - began)
+        ratios.append(seconds[0] / seconds[1])
+    return statistics.median(ratios[1:])  # the first pair grows buffers
 
 
 def store_as(caches: list[Any], dtype: mx.Dtype) -> None:
-    """Let every cache of the list receive its keys and values rounded to ``dtype``."""
+    """Let every cache of the list receive its keys and values rounded to ``dtype``, copies of it included."""
     for cache in caches:
-        cache.update_and_fetch = _rounded(cache.update_and_fetch, dtype)
+        cache.__class__ = _rounding(type(cache), dtype)
 
 
-def _rounded(update: Callable[..., Any], dtype: mx.Dtype) -> Callable[..., Any]:
-    return lambda keys, values: update(keys.astype(dtype), values.astype(dtype))
+@functools.cache
+def _rounding(cls: type[Any], dtype: mx.Dtype) -> type:
+    """``cls`` under its own name, with rows rounded on arrival. A class, since copies would share a bound function."""
+
+    def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
+        return cls.update_and_fetch(self, keys.astype(dtype), values.astype(dtype))
+
+    return type(cls.__name__, (cls,), {"update_and_fetch": update_and_fetch})
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:
