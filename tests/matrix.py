@@ -48,7 +48,7 @@ def kivi(bits: int, group: int, residual: int) -> Callable[[int, Shape, int], in
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, dk, dv = shape
-        block = residual or up(group, 32)
+        block = residual or group
         keys = tokens // block * block
         values = max(0, tokens - residual)
         room_k, room_v = up(keys, GROW), up(values, GROW)

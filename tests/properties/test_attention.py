@@ -128,9 +128,9 @@ def test_reference_switch(row: Row) -> None:
     assert plain.describe()["attention"] != fast.describe()["attention"]
 
 
-@pytest.mark.parametrize("row", QUANTISERS, ids=[r.id for r in QUANTISERS])
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_compute_dtype(row: Row) -> None:
-    """``dtype`` sets the precision of the products on packed data: half precision shows, and the output keeps q's."""
+    """``dtype`` sets the precision of attention's products: half precision shows, and the output keeps q's."""
     data = tensors(300)
     full, half = row.cache(), row.cache(dtype=mx.bfloat16)
     outs = [feed(cache, data, [299, 1])[:, :, -1:] for cache in (full, half)]

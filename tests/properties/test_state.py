@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
 from tests.matrix import IDS, ROWS, Row, feed, identical, same_state, tensors
 from veloxquant_mlx import CacheStateError
+from veloxquant_mlx.artifacts import InMemoryArtifactStore
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.observers import EventLog
 
@@ -74,6 +75,35 @@ def test_damaged_state_is_refused(damage: str) -> None:
     }[damage]
     with pytest.raises(CacheStateError):
         CompressedKVCache.from_state(state)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_state_in_the_middle_of_things(row: Row, shared: bool) -> None:
+    """What waits to be acted on (rows, queries, the note on finiteness) survives: as if nothing had been saved."""
+    cache = row.cache()
+    cache.shared = shared
+    feed(cache, tensors(200), [199, 1])
+    loaded = CompressedKVCache.from_state(cache.state)
+    loaded.shared = shared
+    outs = [feed(c, tensors(40, seed=3), [1] * 40) for c in (cache, loaded)]
+    assert identical(*outs) and same_state(cache, loaded)
+
+
+def test_state_keeps_the_note_on_rows_that_are_not_finite() -> None:
+    cache, data = ROWS[0].cache(), tensors(50)
+    cache.update_and_fetch(data.k * float("nan"), data.v)
+    with pytest.raises(CacheStateError, match="NaN or infinity"):
+        feed(CompressedKVCache.from_state(cache.state), tensors(1), [1])
+
+
+def test_constants_of_a_store_are_not_made_up() -> None:
+    """A rotation that came from a store is not in the state: loading without the store is refused."""
+    row = next(r for r in ROWS if r.method == "turboquant_rvq")
+    cache = row.cache(store=InMemoryArtifactStore())
+    feed(cache, tensors(50), [50])
+    with pytest.raises(CacheStateError, match="made with store"):
+        CompressedKVCache.from_state(cache.state)
 
 
 def test_nothing_inherited_does_work() -> None:

@@ -35,13 +35,15 @@ def attention(
     """Attention of ``q`` ``(B, Hq, L, D)`` over everything that the store holds, in q's dtype.
 
     ``mask`` has one column per stored row (``masks.for_rows``). ``key_view`` changes float keys before they are used.
-    ``compute`` is the dtype of the products on packed data, None for the best of this device. Scores go through one
-    float32 softmax.
+    ``compute`` is the dtype of the products, None for the rows' own (packed data: the best of this device). Scores go
+    through one float32 softmax.
     """
     if not (store.keys.n_packed or store.values.n_packed):
         keys, values = store.keys.dense(), store.values.dense()
-        keys = keys if key_view is None else key_view(keys)
-        out = mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
+        keys, x = keys if key_view is None else key_view(keys), q
+        if compute is not None:
+            x, keys, values = (a.astype(compute) for a in (q, keys, values))
+        out = mx.fast.scaled_dot_product_attention(x, keys, values, scale=scale, mask=mask, sinks=sinks)
         return out.astype(q.dtype), Path.FUSED
     assert key_view is None, "a method that changes keys in attention keeps them in floats"
     x = q.astype(compute or compute_dtype(q.dtype))

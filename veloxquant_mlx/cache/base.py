@@ -219,7 +219,7 @@ class KVCacheBuilder:
         return self._with(seed=seed)
 
     def with_precision(self, dtype: Any) -> KVCacheBuilder:
-        """Set the dtype of decoded rows, such as ``mx.float16``."""
+        """Set the dtype in which attention multiplies, such as ``mx.float16``."""
         return self._with(dtype=dtype)
 
     def with_capacity(self, max_tokens: int) -> KVCacheBuilder:

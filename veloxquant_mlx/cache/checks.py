@@ -32,25 +32,21 @@ class FiniteWatch:
     """
 
     def __init__(self) -> None:
-        self._note: tuple[int, mx.array] | None = None
+        self.pending: tuple[int, mx.array] | None = None  # first token of the chunk, whether it is finite
 
     def note(self, keys: mx.array, values: mx.array, start: int) -> None:
         """Remember the chunk whose first token is ``start``."""
         if keys.shape[2] > 1:
-            self._note = (start, mx.all(mx.isfinite(keys)) & mx.all(mx.isfinite(values)))
+            self.pending = (start, mx.all(mx.isfinite(keys)) & mx.all(mx.isfinite(values)))
 
     def check(self) -> None:
         """Raise CacheStateError, now and ever after, where the chunk was not finite."""
-        if self._note is None:
+        if self.pending is None:
             return
-        start, finite = self._note
+        start, finite = self.pending
         if not finite.item():
             raise CacheStateError(
                 f"keys or values from token {start} on hold NaN or infinity, which spoils what is held. "
                 "Use a new cache; a model that overflows in float16 needs bfloat16 or float32."
             )
-        self._note = None
-
-    def arrays(self) -> list[mx.array]:
-        """What must be evaluated with the state."""
-        return [] if self._note is None else [self._note[1]]
+        self.pending = None

@@ -88,7 +88,8 @@ class CompressedKVCache(_Base):
         self._issued: tuple[mx.array, mx.array] | None = None
         self._new = 0  # rows of the update whose attention is still to come
         self._queries: mx.array | None = None  # of that attention, until acted upon
-        self._scale, self._sinks = 1.0, None
+        self._scale = 1.0
+        self._sinks: mx.array | None = None  # learned sink logits of that attention
         self._watch = FiniteWatch()
         self._paths: set[str] = set()
 
@@ -128,13 +129,13 @@ class CompressedKVCache(_Base):
         else:
             out, path = entry.decoded(store, queries, scale, mask, sinks, view)
         self._paths.add(path.value)
-        if self._new:
+        ev = self._recipe.eviction
+        if self._new and ev is not None and ev.score is not None:
             self._queries, self._scale, self._sinks = queries, scale, sinks
         if not self.shared:  # other readers of this step must find the same rows: settled by the next update
             self.settle()
-        # Arrays that no output depends on would grow into an ever longer unevaluated chain.
-        loose = [*store.aux.values(), *([] if store.positions is None else [store.positions])]
-        return mx.depends([out], loose)[0] if loose else out
+        # What this call made is computed with its output: nothing lazy is left, which no other thread could compute.
+        return mx.depends([out], list(self.arrays().values()))[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask for ``N`` new tokens: mlx_lm's shorthand where it says enough, else one column per token seen.
@@ -177,6 +178,8 @@ class CompressedKVCache(_Base):
             self._store.truncate(self.offset - n)
             self.offset -= n
             self._issued, self._new = None, 0
+            if self.offset == 0:
+                self._watch = FiniteWatch()
             self._emit("trim", (n,), before)
         return n
 
@@ -201,8 +204,8 @@ class CompressedKVCache(_Base):
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """A header, every array, and what else mlx_lm is to evaluate between prompt chunks."""
-        return (*saved.pack(self), *self._watch.arrays())
+        """A header and every array, pending ones included: mlx_lm evaluates this between prompt chunks."""
+        return saved.pack(self)
 
     @state.setter
     def state(self, arrays: Any) -> None:
@@ -294,12 +297,19 @@ class CompressedKVCache(_Base):
     def held_bytes(self) -> dict[str, int]:
         """Bytes held by kind: ``packed`` codes, ``window`` float rows, ``index`` positions and policy, ``fixed``."""
         out = {"packed": 0, "window": 0, "index": 0, "fixed": 0}
-        for name, array in self._store.arrays().items():
+        for name, array in self.arrays().items():
             stream, _, field = name.partition(".")
-            kind = "index" if stream not in "kv" else "window" if field in ("sinks", "tail") else "packed"
-            out[kind] += array.nbytes
-        out["fixed"] = sum(a.nbytes for a in (*saved.constants(self._recipe), *self._watch.arrays()))
+            kind = "window" if field in ("sinks", "tail") else "packed"
+            out[kind if stream in ("k", "v") else "fixed" if name == saved.FINITE else "index"] += array.nbytes
+        out["fixed"] += sum(a.nbytes for a in saved.constants(self._recipe))
         return out
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Every array held by name, the method's constants left out: what is stored and what waits to be acted on."""
+        pending = {saved.QUERIES: self._queries, saved.SINKS: self._sinks}
+        if self._watch.pending is not None:
+            pending[saved.FINITE] = self._watch.pending[1]
+        return self._store.arrays() | {name: array for name, array in pending.items() if array is not None}
 
     def describe(self) -> dict[str, Any]:
         """What the receipt says of this layer."""
@@ -361,7 +371,8 @@ class CompressedKVCache(_Base):
             k, v = self._store.keys, self._store.values
             shape = (k.batch, k.heads, self.offset)
             return KVHandle(self, "k", (*shape, k.dim), k.dtype), KVHandle(self, "v", (*shape, v.dim), v.dtype)
-        issued = arrays or self.materialize()
+        keys, values = mx.depends(list(arrays or self.materialize()), list(self.arrays().values()))
+        issued = keys, values
         if self._mode is Mode.LEARN:
             self._issued = issued
         return issued
@@ -386,9 +397,9 @@ class CompressedKVCache(_Base):
         # Once rows were dropped, queries matter again only from the next turn's prompt on.
         if queries is not None and (prompt or capacity is not None or store.n == self.offset):
             ev.observe(store, queries)
+        self._phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
         if ev.bounded or ends or (capacity is not None and store.n > capacity):
             self._evict()
-        self._phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
         if ev.bounded or self._phase is Phase.DECODE:
             self._seal()
 

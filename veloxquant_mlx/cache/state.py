@@ -20,14 +20,19 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _PACKAGE = __name__.partition(".")[0]
+# Names of the arrays that wait to be acted on: queries and learned sinks of the last attention, its finite note.
+QUERIES, SINKS, FINITE = "pending.queries", "pending.sinks", "pending.finite"
 # Not part of what is stored: where things come from or go to.
 _TRANSIENT = ("options", "store", "observers")
 
 
 def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
     """``(header, *arrays)``; the header is JSON in a uint8 array, so that arrays are all there is."""
-    arrays = cache._store.arrays()
+    arrays = cache.arrays()
     config, unsaved = _plain(cache._config)
+    if cache._recipe.from_store:
+        unsaved.append("store")
+    pending = cache._watch.pending
     header = {
         "format": FORMAT,
         "config": config,
@@ -36,6 +41,8 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
         "offset": cache.offset,
         "phase": cache._phase.name,
         "scale": cache._scale,
+        "new": cache._new,
+        "unchecked": None if pending is None else pending[0],
         "rows": cache._store.counts(),
         "kind": [(s.batch, s.heads, s.dim, _dtype_name(s.dtype)) for s in (cache._store.keys, cache._store.values)],
         "names": list(arrays),
@@ -51,7 +58,7 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
 
     header = _header(state)
     names, arrays = header["names"], list(state[1:])
-    if len(arrays) < len(names):
+    if len(arrays) != len(names):
         raise CacheStateError(f"the state holds {len(arrays)} arrays; its header names {len(names)}: it is incomplete")
     if header["unsaved"]:
         raise CacheStateError(
@@ -69,8 +76,14 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     cache._config, cache._layer, cache._recipe = config, layer, recipe
     cache._reset()
     cache.offset, cache._phase, cache._scale = header["offset"], Phase[header["phase"]], header["scale"]
+    cache._new = header["new"]
+    # Array objects of our own: buffers are written in place, and the state's arrays belong to whoever holds them.
+    held = {name: mx.array(array) for name, array in zip(names, arrays, strict=True)}
+    cache._queries, cache._sinks = held.pop(QUERIES, None), held.pop(SINKS, None)
+    if FINITE in held:
+        cache._watch.pending = (header["unchecked"], held.pop(FINITE))
     store = cache._store
-    store.set_arrays(dict(zip(names, arrays, strict=False)))
+    store.set_arrays(held)
     store.set_counts(header["rows"])
     for stream, (batch, heads, dim, dtype) in zip((store.keys, store.values), header["kind"], strict=True):
         stream.batch, stream.heads, stream.dim, stream.dtype = batch, heads, dim, getattr(mx, dtype)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
 from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
-from .packing import check_bits, lookup, lookup_table, pack, padded
+from .packing import check_bits, lookup, lookup_table, pack, padded, row_multiple
 
 # Group sizes that mx.quantized_matmul reads, and widths that it reads fast on the CPU (1, 3 and 5 bits are
 # slower than decoding first; so is transpose=True at any width).
@@ -92,7 +92,7 @@ class ChannelAffine(_Affine):
 
     def __init__(self, bits: int, group: int = 32) -> None:
         super().__init__(bits, group)
-        self.block = lcm(group, 32)
+        self.block = lcm(group, row_multiple(bits))  # whole words
         params = Axis(-1, self.block // group)
         self.layout = {"words": Axis(-1, self.block * bits // 32), "scales": params, "biases": params}
 

@@ -59,9 +59,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a method builds: the storage of keys and values, what may be dropped, and notes for the receipt."""
+    """What a method builds: the storage of keys and values, what may be dropped, and notes for the receipt.
+
+    ``from_store`` says that constants came out of ``config.store``: without it the recipe cannot be built again.
+    """
 
     keys: Stream
     values: Stream
     eviction: Eviction | None = None
     notes: tuple[str, ...] = ()
+    from_store: bool = False

@@ -46,7 +46,7 @@ class CoreFields:
     enable_outlier_two_stream: bool = option(False, "store outlier channels in a stream of their own", FLAG)
     enable_fused_query_dot: bool = option(False, "score rotated queries against the codebook directly", FLAG)
     seed: int = option(42, "seed of everything random; for_model adds the layer's index", ints(0))
-    dtype: Any = option(None, "dtype of decoded rows; None: the dtype of the input", DTYPE)
+    dtype: Any = option(None, "dtype of the products in attention; None: the dtype of the input", DTYPE)
     capacity: int | None = option(None, "most tokens that a cache may hold; None: no limit", optional(ints(1)))
     sliding_window: int | None = option(None, "keep the newest tokens only (standalone methods)", optional(ints(1)))
     store: ArtifactStore | None = option(None, "where rotations and codebooks are looked up and saved", STORE)

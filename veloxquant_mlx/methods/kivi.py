@@ -6,7 +6,6 @@ Paper: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cach
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
 from typing import TYPE_CHECKING
 
 from ..codecs.affine import ChannelAffine, TokenAffine
@@ -39,12 +38,14 @@ INFO = MethodInfo(
 
 def check(config: FlatConfig) -> None:
     """Rules between fields."""
-    residual, group = config.residual_length, config.kivi_group_size
-    if residual % group:
-        valid = f"a multiple of kivi_group_size = {group}"
-        refuse(
-            "residual_length", residual, valid, f"Use {residual // group * group} or {(residual // group + 1) * group}."
+    residual, block = config.residual_length, ChannelAffine(bits_of(config), config.kivi_group_size).block
+    if residual % block:
+        valid = (
+            f"a multiple of {block}: whole groups of kivi_group_size = {config.kivi_group_size} tokens whose "
+            f"{bits_of(config)}-bit codes fill whole words"
         )
+        remedy = f"Use {residual // block * block} or {(residual // block + 1) * block}."
+        refuse("residual_length", residual, valid, remedy)
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
@@ -52,6 +53,6 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
     bits, group, residual = bits_of(config), config.kivi_group_size, config.residual_length
     keys, values = ChannelAffine(bits, group), TokenAffine(bits, group, dim=layer.value_dim)
     return Recipe(
-        keys=Stream(keys, chunk=lcm(residual, keys.block) or keys.block),
+        keys=Stream(keys, chunk=residual or keys.block),
         values=Stream(values, window=residual),
     )

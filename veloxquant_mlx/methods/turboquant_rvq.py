@@ -39,4 +39,8 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
         codec = ScalarCodebook(dim, sums, 2 * bits_of(config))
         return Stream(Transformed(codec, rotation(dim, config.seed, tag, config.store)))
 
-    return Recipe(keys=stream(layer.head_dim, KEYS), values=stream(layer.value_dim, VALUES))
+    return Recipe(
+        keys=stream(layer.head_dim, KEYS),
+        values=stream(layer.value_dim, VALUES),
+        from_store=config.store is not None,
+    )
