@@ -190,6 +190,11 @@ def identical(a: mx.array, b: mx.array) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(mx.array_equal(a, b, equal_nan=True))
 
 
+def stored_bytes(cache: CompressedKVCache) -> int:
+    """Bytes held without the constants of the method (and the one-byte note on the last chunk)."""
+    return sum(n for kind, n in cache.held_bytes().items() if kind != "fixed")
+
+
 def same_state(a: Any, b: Any) -> bool:
     """Whether two caches hold the same arrays, bit for bit."""
     mine, theirs = a.keys or [], b.keys or []

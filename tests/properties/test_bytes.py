@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, split, tensors
+from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, split, stored_bytes, tensors
 from veloxquant_mlx.cache.report import cache_report
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module, str, bytes)
@@ -41,8 +41,7 @@ def test_formula(row: Row, shape: Shape, tokens: int) -> None:
     cache = row.cache(shape)
     feed(cache, tensors(tokens, shape, dtype=mx.float16), [tokens])
     cache.end_prefill()
-    held = cache.held_bytes()
-    assert held["packed"] + held["window"] + held["index"] == row.held(tokens, shape, 2)
+    assert stored_bytes(cache) == row.held(tokens, shape, 2)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

@@ -78,7 +78,7 @@ CREATE = [
     ({"method": "kivi", "bit_width_inlier": 7}, ["bit_width_inlier=7", "1, 2, 3, 4, 5, 6, 8"]),
     ({"method": "kivi", "kivi_group_size": 1}, ["kivi_group_size=1", ">= 2", "32"]),
     ({"method": "kivi", "residual_length": -1}, ["residual_length=-1", ">= 0"]),
-    ({"method": "kivi", "residual_length": 48}, ["residual_length=48", "multiple of 32", "kivi_group_size = 32", "32 or 64"]),
+    ({"method": "kivi", "residual_length": 48}, ["residual_length=48", "multiple of 32", "kivi_group_size = 32"]),
     # turboquant_rvq
     ({"method": "turboquant_rvq", "bit_width_inlier": 5}, ["bit_width_inlier=5", "1..4"]),
     ({"method": "turboquant_rvq", "jl_dim": 64}, ["jl_dim=64", "None"]),
