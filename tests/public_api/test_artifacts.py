@@ -78,6 +78,14 @@ def test_damaged_file_is_refused_and_named(tmp_path, content):
         store.load_rotation_matrix(16, 0)
 
 
+@pytest.mark.parametrize("array", [np.array("x"), np.eye(4, dtype=complex), np.zeros(4, dtype=[("a", "f4")])])
+def test_a_file_of_other_things_than_real_numbers_is_damaged(tmp_path, array):
+    store = NpyArtifactStore(tmp_path)
+    np.save(tmp_path / "rotation-d4-seed0.npy", array)
+    with pytest.raises(ArtifactDamagedError, match=r"not real numbers.*delete it"):
+        store.load_rotation_matrix(4, 0)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     store = NpyArtifactStore(tmp_path)
     store.save_rotation_matrix(mx.eye(2), 2, 0)

@@ -115,7 +115,10 @@ class NpyArtifactStore(_KeyedStore):
     def _get(self, key: str) -> np.ndarray | None:
         path = self._path(key)
         try:
-            return np.load(path, allow_pickle=False)
+            array = np.load(path, allow_pickle=False)
+            if array.dtype.kind not in "fiub":
+                raise ValueError(f"it holds {array.dtype}, not real numbers")
+            return array
         except FileNotFoundError:
             return None
         except (ValueError, EOFError, OSError) as error:
