@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 from tests.conftest import MODELS
 from veloxquant_mlx import __version__
 from veloxquant_mlx.cache.registry import METHODS, method
-from veloxquant_mlx.cli import app, doctor
+from veloxquant_mlx.cli import app, doctor, generate
 from veloxquant_mlx.cli.text import size
 from veloxquant_mlx.models.gguf import ensure_model
 
@@ -84,6 +85,7 @@ BAD = [
     (("generate", "--model", "m", "--prompt", "p", "--option", "kivi_group_size"), "name=value"),
     *((("generate", "--model", "m", "--prompt", "p", "--method", name), "not built yet") for name in PLANNED[:1]),
     (("generate", "--model", "./no/such/folder", "--prompt", "p"), "not a folder"),
+    (("generate", "--model", "m", "--prompt", "a\udcff"), "character 1 is not UTF-8"),
 ]
 
 
@@ -97,12 +99,34 @@ def test_a_wrong_word_gives_one_line_and_code_2(words, message):
 
 
 @pytest.mark.parametrize(
-    "words", [("generate",), ("generate", "--nope"), ("nope",), ("auto-config", "--head-dim", "x")]
+    "words",
+    [
+        ("generate",),
+        ("generate", "--nope"),
+        ("nope",),
+        ("auto-config", "--head-dim", "x"),
+        ("auto-config", "--head-dim", "64", "--seq-len", "9", "--memory", "inf"),
+    ],
 )
 def test_typing_errors_are_usage_errors(words):
     result = run(*words)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_a_prompt_without_tokens_is_refused(monkeypatch):
+    tokenizer = SimpleNamespace(chat_template=None, encode=lambda text: [])
+    monkeypatch.setattr(generate, "load", lambda name: (None, tokenizer))
+    result = run("generate", "--model", "m", "--prompt", "")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --prompt cannot be used: it has no tokens. Give some text.\n"
+
+
+def test_a_terminal_without_unicode(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    result = CliRunner(charset="ascii").invoke(app, ["methods"])
+    assert result.exit_code == 0
+    assert result.output.isascii()
 
 
 def test_doctor_finds_this_machine_working():

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ..cache.base import KVCacheBuilder, KVCacheConfig
-from ..core.exceptions import ArtifactNotFoundError
+from ..core.exceptions import ArtifactNotFoundError, CacheInputError
 from .text import size
 
 
@@ -52,11 +52,12 @@ def generate_text(
     from ..cache.report import cache_report
 
     model, tokenizer = load(name)
+    ids = prompt_ids(tokenizer, prompt, raw)
+    if not ids:
+        raise CacheInputError("--prompt cannot be used: it has no tokens. Give some text.")
     caches = make_prompt_cache(model) if config is None else KVCacheBuilder.for_model(model, config)
     last = None
-    for last in stream_generate(
-        model, tokenizer, prompt_ids(tokenizer, prompt, raw), max_tokens=max_tokens, prompt_cache=caches
-    ):
+    for last in stream_generate(model, tokenizer, ids, max_tokens=max_tokens, prompt_cache=caches):
         out.print(last.text, end="", markup=False, soft_wrap=True)
     out.print()
     if last is not None:

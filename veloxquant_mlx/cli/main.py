@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from .. import __version__
 from ..cache.base import KVCacheConfig
 from ..cache.registry import METHODS, method
 from ..config import HardwareInfo, WorkloadSpec, detect_hardware_info, select_kv_cache_config
-from ..core.exceptions import QuantizerConfigError, VeloxError
+from ..core.exceptions import CacheInputError, QuantizerConfigError, VeloxError
 from .text import size
 
 # transformers announces at import that it has no PyTorch; nothing here needs one.
@@ -63,7 +64,10 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    # A terminal that cannot show a character gets a question mark, not a traceback.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @app.command()
@@ -104,7 +108,18 @@ def generate(
     from .generate import generate_text
 
     config = None if method_name == "none" else _config(method_name, bits, option or [])
-    generate_text(model, sys.stdin.read() if prompt == "-" else prompt, config, max_tokens, raw, report, out, err)
+    generate_text(model, _text(prompt), config, max_tokens, raw, report, out, err)
+
+
+def _text(prompt: str) -> str:
+    """The prompt, or what standard input holds for ``-``; Python marks bytes that are no UTF-8 as lone surrogates."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"--prompt cannot be used: character {error.start} is not UTF-8. Convert the text to UTF-8."
+        raise CacheInputError(message) from None
+    return text
 
 
 def _config(name: str, bits: int | None, options: list[str]) -> KVCacheConfig:
@@ -140,7 +155,8 @@ def auto_config(
     batch: Annotated[int, typer.Option(help="Sequences at the same time.")] = 1,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 1,
     memory: Annotated[
-        float | None, typer.Option(min=0.001, help="Memory of the target machine in GiB; default: this machine.")
+        float | None,
+        typer.Option(min=0.001, max=2**30, help="Memory of the target machine in GiB; default: this machine."),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why, with the memory estimate.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the choice as JSON.")] = False,
