@@ -158,7 +158,8 @@ class KVCacheFactory:
         from .layer import CompressedKVCache
 
         hook.install()
-        return CompressedKVCache(config, LayerInfo(head_dim=config.head_dim, value_dim=config.head_dim))
+        own = copy.deepcopy(config)  # what the caller changes later was never checked
+        return CompressedKVCache(own, LayerInfo(head_dim=own.head_dim, value_dim=own.head_dim))
 
 
 class KVCacheBuilder:
