@@ -1,5 +1,6 @@
 """KV-cache compression for mlx_lm models: packed bytes, real queries, one cache per layer."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cache.base import KVCacheBuilder, KVCacheConfig, KVCacheFactory
@@ -18,6 +19,8 @@ from .core import (
 )
 
 if TYPE_CHECKING:
+    from .cache.attach import attach
+    from .cache.files import load_cache, save_cache
     from .cache.report import cache_report
 
 __version__ = "0.1.0"
@@ -40,16 +43,19 @@ __all__ = [
     "VeloxError",
     "WorkloadSpec",
     "__version__",
+    "attach",
     "cache_report",
     "detect_hardware_info",
+    "load_cache",
+    "save_cache",
     "select_kv_cache_config",
 ]
 
+# These import mlx_lm, which takes seconds: not before somebody asks for them.
+_LATE = {"attach": "attach", "cache_report": "report", "load_cache": "files", "save_cache": "files"}
+
 
 def __getattr__(name: str) -> Any:
-    # The receipt imports mlx_lm, which takes seconds: not before somebody asks for it.
-    if name == "cache_report":
-        from .cache.report import cache_report
-
-        return cache_report
+    if name in _LATE:
+        return getattr(import_module(f"{__name__}.cache.{_LATE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

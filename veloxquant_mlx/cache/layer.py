@@ -286,6 +286,15 @@ class CompressedKVCache(_Base):
         return self._config
 
     @property
+    def layer(self) -> LayerInfo:
+        """The layer that feeds this cache, as far as it is known."""
+        return self._layer
+
+    def unsaved(self) -> list[str]:
+        """Names of settings that ``state`` cannot hold: a state made with them cannot be read back."""
+        return saved.unsaved(self)
+
+    @property
     def mode(self) -> Mode:
         return self._mode
 

@@ -23,20 +23,18 @@ _PACKAGE = __name__.partition(".")[0]
 # Names of the arrays that wait to be acted on: queries and learned sinks of the last attention, its finite note.
 QUERIES, SINKS, FINITE = "pending.queries", "pending.sinks", "pending.finite"
 # Not part of what is stored: where things come from or go to.
+_JSON = (type(None), bool, int, float, str, list, tuple)
 _TRANSIENT = ("options", "store", "observers")
 
 
 def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
     """``(header, *arrays)``; the header is JSON in a uint8 array, so that arrays are all there is."""
     arrays = cache.arrays()
-    config, unsaved = _plain(cache._config)
-    if cache._recipe.from_store:
-        unsaved.append("store")
     pending = cache._watch.pending
     header = {
         "format": FORMAT,
-        "config": config,
-        "unsaved": unsaved,
+        "config": _plain(cache._config),
+        "unsaved": unsaved(cache),
         "layer": _layer_values(cache._layer),
         "offset": cache.offset,
         "phase": cache._phase.name,
@@ -100,21 +98,28 @@ def _header(state: Any) -> dict[str, Any]:
     return header
 
 
-def _plain(config: Any) -> tuple[dict[str, Any], list[str]]:
-    """Fields that were set as JSON values, and the names of those that JSON cannot hold."""
+def unsaved(cache: CompressedKVCache) -> list[str]:
+    """Fields whose values JSON cannot hold, and the store where constants came out of one."""
+    names = [name for name, value in _set_fields(cache._config) if not isinstance(value, (*_JSON, mx.Dtype))]
+    return [*names, "store"] if cache._recipe.from_store else names
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Fields that were set, as JSON values."""
     plain: dict[str, Any] = {"method": config.method}
-    unsaved = []
+    for name, value in _set_fields(config):
+        if isinstance(value, mx.Dtype):
+            plain[name] = _dtype_name(value)
+        elif isinstance(value, _JSON):
+            plain[name] = value
+    return plain
+
+
+def _set_fields(config: Any) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in _TRANSIENT or value is field.default:
-            continue
-        if isinstance(value, mx.Dtype):
-            plain[field.name] = _dtype_name(value)
-        elif value is None or isinstance(value, (bool, int, float, str, list, tuple)):
-            plain[field.name] = value
-        else:
-            unsaved.append(field.name)
-    return plain, unsaved
+        if field.name not in _TRANSIENT and value is not field.default:
+            yield field.name, value
 
 
 def _layer_values(layer: LayerInfo) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""Prompt caches on disk: one safetensors file with a format version, a checksum and what model it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import cache as mlx_cache
+
+from ..core.exceptions import CacheStateError
+from ..models.inspect import cache_slots
+from ..models.rope import Rotation
+from .layer import CompressedKVCache
+
+FORMAT = 1
+_KEY = "veloxquant_mlx"
+_NAMES = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
+
+
+def save_cache(path: str | Path, caches: Sequence[Any], model: Any = None) -> None:
+    """Write the caches of one sequence, compressed as they are held, to ``path``; an older file is replaced at the end.
+
+    ``caches`` is the list that ``for_model`` gave, mlx_lm's own caches in it included. With the ``model``, its weights'
+    fingerprint is written too, so that ``load_cache`` can tell two models of the same shape apart. Raises
+    CacheStateError for batches and for caches that a file cannot hold; then nothing is written.
+    """
+    arrays: dict[str, mx.array] = {}
+    layers = []
+    for i, cache in enumerate(caches):
+        name = type(cache).__name__
+        if getattr(mlx_cache, name, None) is not type(cache):
+            raise CacheStateError(
+                f"cache {i} is a {name}, which a file cannot hold. Save a batch's sequences one by one: extract(i)."
+            )
+        if isinstance(cache, CompressedKVCache) and (lost := cache.unsaved()):
+            raise CacheStateError(f"cache {i} was made with {', '.join(lost)}, which a file cannot hold.")
+        scalars = {}
+        for key, leaf in tree_flatten(cache.state):
+            if isinstance(leaf, mx.array):
+                arrays[f"{i}.{key}"] = leaf
+            else:
+                scalars[key] = [_NAMES[type(leaf)], leaf]
+        layers.append({"class": name, "scalars": scalars})
+    header = {
+        "format": FORMAT,
+        "layers": layers,
+        "checksum": _checksum(arrays),
+        "weights": None if model is None else fingerprint(model),
+    }
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".safetensors")
+    os.close(handle)
+    try:
+        mx.save_safetensors(temporary, arrays, {_KEY: json.dumps(header)})
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load_cache(path: str | Path, model: Any) -> list[Any]:
+    """The caches that ``save_cache`` wrote to ``path``, for ``model``: generation goes on bit for bit.
+
+    Raises FileNotFoundError where there is no file, and CacheStateError, with nothing loaded, for a file that is
+    damaged, truncated, from elsewhere, from a newer version, or made with another model.
+    """
+    arrays, header = _read(Path(path))
+    if _checksum(arrays) != header["checksum"]:
+        raise CacheStateError(f"{path} is damaged: its checksum does not match. Make the cache again from the prompt.")
+    weights = header["weights"]
+    if weights is not None and weights != fingerprint(model):
+        raise CacheStateError(f"{path} was made with other weights than this {type(model).__name__}'s.")
+    slots = cache_slots(model)
+    if len(slots) != len(header["layers"]):
+        raise CacheStateError(f"{path} holds {len(header['layers'])} caches; this model uses {len(slots)}.")
+    caches = []
+    for i, (layer, slot) in enumerate(zip(header["layers"], slots, strict=True)):
+        leaves: list[tuple[str, Any]] = [
+            (name.partition(".")[2], array) for name, array in arrays.items() if name.startswith(f"{i}.")
+        ]
+        leaves += [(key, value) for key, (_, value) in layer["scalars"].items()]
+        cache = getattr(mlx_cache, layer["class"]).from_state(tree_unflatten(leaves))
+        if isinstance(cache, CompressedKVCache):
+            _check_layer(path, i, cache, slot)
+        elif type(cache) is not type(slot.native):
+            raise CacheStateError(
+                f"{path}: cache {i} is a {layer['class']}; this model uses a {type(slot.native).__name__} there."
+            )
+        caches.append(cache)
+    return caches
+
+
+def fingerprint(model: Any) -> str:
+    """A digest of the names, shapes, dtypes and first numbers of a model's weights."""
+    digest = hashlib.sha256()
+    weights: Any = tree_flatten(model.parameters())
+    for name, weight in sorted(weights):
+        digest.update(f"{name} {weight.shape} {weight.dtype}".encode())
+        digest.update(_bytes(weight.reshape(-1)[:8]))
+    return digest.hexdigest()
+
+
+def _check_layer(path: str | Path, i: int, cache: CompressedKVCache, slot: Any) -> None:
+    """The layer that the cache was fed by must be the layer that it is now for."""
+    if slot.layer is None:
+        raise CacheStateError(f"{path}: cache {i} is compressed; this model leaves that layer alone ({slot.reason}).")
+    fed, now = cache.layer, slot.layer
+    for name in ("head_dim", "kv_heads"):
+        a, b = getattr(fed, name), getattr(now, name)
+        if a is not None and b is not None and a != b:
+            raise CacheStateError(f"{path}: cache {i} was fed by a layer with {name}={a}; this model's has {b}.")
+    if (
+        isinstance(fed.rope, Rotation)
+        and isinstance(now.rope, Rotation)
+        and not np.allclose(fed.rope.rate, now.rope.rate)
+    ):
+        raise CacheStateError(f"{path}: cache {i} was fed by a layer whose positions turn at another rate.")
+
+
+def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no cache file {path}")
+    try:
+        loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+        arrays, metadata = loaded
+    except (RuntimeError, ValueError) as error:
+        raise CacheStateError(f"{path} cannot be read as a safetensors file; it may be truncated.") from error
+    if _KEY not in metadata:
+        raise CacheStateError(f"{path} was not written by veloxquant_mlx.save_cache.")
+    header = json.loads(metadata[_KEY])
+    if header["format"] != FORMAT:
+        raise CacheStateError(
+            f"{path} has format {header['format']}; this version reads {FORMAT}. Use the version that wrote it."
+        )
+    return arrays, header
+
+
+def _checksum(arrays: dict[str, mx.array]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        digest.update(_bytes(array))
+    return digest.hexdigest()
+
+
+def _bytes(array: mx.array) -> bytes:
+    return np.array(mx.contiguous(array).reshape(-1).view(mx.uint8)).tobytes() if array.size else b""
