@@ -63,9 +63,12 @@ def turns_in_two_threads(row: Row) -> None:
     """A lazy array belongs to the thread that made it: nothing may be left lazy after a turn."""
     model = tiny.build("llama")
 
+    def turn(tokens: int, caches: list[Any]) -> list[int]:
+        return greedy(model, tiny.tokens(tokens)[0], 3, prompt_cache=caches)[0]
+
     def chat(run: Callable[[Callable[[], list[int]]], list[int]]) -> list[list[int]]:
-        caches, turns = caches_of(model, row), (tiny.tokens(n)[0] for n in (90, 20, 1))
-        return [run(partial(lambda prompt: greedy(model, prompt, 3, prompt_cache=caches)[0], turn)) for turn in turns]
+        caches = caches_of(model, row)
+        return [run(partial(turn, tokens, caches)) for tokens in (90, 20, 1)]
 
     assert chat(lambda work: work()) == chat(elsewhere)
 
