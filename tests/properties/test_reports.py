@@ -197,3 +197,14 @@ def test_a_rotation_from_a_store_is_not_forgotten() -> None:
     feed(cache, tensors(20), [20])
     with pytest.raises(CacheStateError, match="made with store"):
         CompressedKVCache.from_state(cache.state)
+
+
+def test_trim_by_a_numpy_integer() -> None:
+    """The count of tokens stays a plain int, which a saved header can hold."""
+    cache = FIRST["kivi"].cache()
+    feed(cache, tensors(40), [40])
+    assert cache.trim(np.int64(3)) == 3  # type: ignore[arg-type]
+    assert CompressedKVCache.from_state(cache.state).offset == 37
+    with pytest.raises(TypeError):
+        cache.trim(1.5)  # type: ignore[arg-type]
+    assert cache.offset == 37

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -169,9 +170,9 @@ class CompressedKVCache(_Base):
                 f"{self._config.method!r} drops tokens and cannot trim (asked: {n}); is_trimmable() is False for it. "
                 "Start a new cache for the shorter text."
             )
+        n = min(operator.index(n), self.offset)  # a numpy integer would end up in the saved header
         if n < 0:
             raise CacheInputError(f"trim: n={n}; valid: 0 or more")
-        n = min(n, self.offset)
         if n:
             self.settle()
             before = self.nbytes if self._config.observers else 0
