@@ -12,19 +12,31 @@ from ..core.exceptions import ArtifactNotFoundError, CacheInputError
 from .text import size
 
 
+def location(name: str) -> str:
+    """The folder or the repository's name that mlx_lm takes; an error for what can only be a folder and is none."""
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) and not path.is_dir():
+        raise ArtifactNotFoundError(f"model {name!r} is not a folder. Give the folder of an mlx_lm model.")
+    return str(path) if path.is_dir() else name
+
+
+def unloadable(name: str, error: Exception) -> ArtifactNotFoundError:
+    """One readable error for whatever went wrong in loading."""
+    return ArtifactNotFoundError(
+        f"model {name!r} cannot be loaded ({type(error).__name__}: {[*str(error).splitlines(), ''][0]}). "
+        "Give a folder with config.json, safetensors and a tokenizer, or a repository that can be reached."
+    )
+
+
 def load(name: str) -> tuple[Any, Any]:
-    """Model and tokenizer from a folder or a repository; one readable error whatever goes wrong on the way."""
+    """Model and tokenizer from a folder or a repository."""
     from mlx_lm import load as mlx_lm_load
 
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ArtifactNotFoundError(f"model {name!r} is not a folder. Give the folder of an mlx_lm model.")
+    where = location(name)
     try:
-        model, tokenizer, *_ = mlx_lm_load(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name)
+        model, tokenizer, *_ = mlx_lm_load(where)
     except Exception as error:
-        raise ArtifactNotFoundError(
-            f"model {name!r} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Give a folder with config.json, safetensors and a tokenizer, or a repository that can be reached."
-        ) from error
+        raise unloadable(name, error) from error
     return model, tokenizer
 
 

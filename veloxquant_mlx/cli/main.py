@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Run mlx_lm models with a compressed KV cache. Start with: veloxquant demo",
 )
+
+
+class LogLevel(str, Enum):
+    debug, info, warning, error = "debug", "info", "warning", "error"
+
 
 Models = Annotated[Path, typer.Option(help="Folder for the demo's converted model (about 540 MB).")]
 DEFAULT_MODELS = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "veloxquant-mlx"
@@ -145,6 +151,82 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="Folder of an mlx_lm model, or the name of a repository.")],
+    method_name: Annotated[
+        str, typer.Option("--method", help="Compression method (see: veloxquant methods), or none.")
+    ] = "kivi",
+    bits: Annotated[int | None, typer.Option(help="Bits per number: bit_width_inlier of the configuration.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Any field of KVCacheConfig, as name=value. May be repeated.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. Anything but 127.0.0.1 opens it to others.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8080,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Web origin whose pages may read answers, or *. May be repeated.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer, if the request does not say.")
+    ] = 512,
+    temp: Annotated[float, typer.Option(min=0, max=100, help="Temperature, if the request does not say.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling, if the request does not say.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Top-k sampling, if the request does not say; 0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="Min-p sampling, if the request does not say.")] = 0.0,
+    prompt_cache_size: Annotated[int, typer.Option(min=0, help="Most conversations to keep for reuse.")] = 10,
+    prompt_cache_bytes: Annotated[int | None, typer.Option(min=0, help="Most bytes of conversations to keep.")] = None,
+    decode_concurrency: Annotated[int, typer.Option(min=1, help="Most answers to compute together.")] = 32,
+    prompt_concurrency: Annotated[int, typer.Option(min=1, help="Most prompts to compute together.")] = 8,
+    prefill_step_size: Annotated[int, typer.Option(min=1, help="Tokens of a prompt to compute at a time.")] = 2048,
+    adapter_path: Annotated[str | None, typer.Option(help="Folder of adapter weights for the model.")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Small model for speculative decoding: one request at a time.")
+    ] = None,
+    num_draft_tokens: Annotated[int, typer.Option(min=1, max=64, help="Tokens to draft at a time.")] = 3,
+    chat_template: Annotated[str, typer.Option(help="Chat template to use in place of the tokenizer's own.")] = "",
+    chat_template_args: Annotated[str, typer.Option(help="JSON object of arguments for the chat template.")] = "{}",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the tokenizer.")
+    ] = False,
+    log_level: Annotated[LogLevel, typer.Option(help="How much to write to standard error.")] = LogLevel.info,
+) -> None:
+    """Serve a model to OpenAI clients with compressed caches. Listens on 127.0.0.1; there is no authentication.
+
+    Completions, chat, streaming and batching are mlx_lm's; GET /metrics tells what the caches hold.
+
+    Example: veloxquant serve --model ./my-model --method kivi --bits 4, then use http://127.0.0.1:8080/v1
+    """
+    config = None if method_name == "none" else _config(method_name, bits, option or [])
+
+    from .serve import ServeOptions, run_server, template_args
+
+    options = ServeOptions(
+        model=model,
+        host=host,
+        port=port,
+        allowed_origins=allow_origin or [],
+        adapter_path=adapter_path,
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        trust_remote_code=trust_remote_code,
+        chat_template=chat_template,
+        chat_template_args=template_args(chat_template_args),
+        temp=temp,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        decode_concurrency=decode_concurrency,
+        prompt_concurrency=prompt_concurrency,
+        prefill_step_size=prefill_step_size,
+        prompt_cache_size=prompt_cache_size,
+        prompt_cache_bytes=prompt_cache_bytes,
+    )
+    run_server(options, config, log_level.value)
 
 
 @app.command()

@@ -1,0 +1,69 @@
+"""A tiny model with random weights in a folder that mlx_lm can open, and what it answers without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm import load, stream_generate
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.models import tiny
+from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
+
+# w1 is the user, w2 the assistant, w3 the system.
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'w1', 'assistant': 'w2', 'system': 'w3'}[m['role']] }} {{ m['content'] }} "
+    "{% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+)
+# Settings that compress after a few tokens of a head of 32 numbers.
+METHODS: dict[str, dict[str, Any]] = {
+    "kivi": {"bit_width_inlier": 4, "kivi_group_size": 32, "residual_length": 32},
+    "turboquant_rvq": {"bit_width_inlier": 2},
+    "snapkv": {"snap_budget": 24, "snap_window": 8},
+    "streaming_llm": {"stream_window_size": 24, "n_sink_tokens": 4},
+}
+
+
+def make_folder(folder: Path, architecture: str = "qwen3", seed: int = 0) -> Path:
+    """Weights, configuration and a tokenizer whose token 7 is "w7"; no token ends a text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    module, arguments = tiny.CONFIGS[architecture]
+    model = tiny.build(architecture, seed)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps({"model_type": module, **arguments}))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def text(count: int, seed: int) -> str:
+    """``count`` random words."""
+    return " ".join(f"w{i}" for i in np.random.default_rng(seed).integers(0, tiny.VOCAB, count))
+
+
+class Alone:
+    """The same model without a server: one sequence, one cache, mlx_lm's own loop."""
+
+    def __init__(self, folder: Path, config: KVCacheConfig | None):
+        self.model, self.tokenizer, *_ = load(str(folder))
+        self.config = config
+
+    def complete(self, prompt: str, max_tokens: int) -> str:
+        """The greedy continuation of ``prompt``."""
+        ids = self.tokenizer.encode(prompt)
+        caches = None if self.config is None else KVCacheBuilder.for_model(self.model, self.config)
+        steps = stream_generate(self.model, self.tokenizer, ids, max_tokens=max_tokens, prompt_cache=caches)
+        return "".join(step.text for step in steps)
+
+    def chat(self, messages: list[dict[str, str]], max_tokens: int) -> str:
+        ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.complete(ids, max_tokens)
