@@ -91,6 +91,7 @@ def main(lengths: list[int], rounds: int) -> None:
                     "bits_per_number": round(8 * held[label], 3),
                 }
             )
+            print(f"{tokens} tokens, {label}: {took:.0f} us, {base / took:.2f}x", flush=True)
     common.save("decode_attention_" + ("cuda" if gpu else "cpu"), {"dtype": str(dtype), "rounds": rounds}, rows)
     common.show("decode attention, 32 query heads, 8 kv heads, head size 128", rows)
 
