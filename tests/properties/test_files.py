@@ -13,6 +13,7 @@ from tests.matrix import IDS, ROWS, Row, identical, same_state
 from tests.models import tiny
 from tests.models.running import caches_of, prefill
 from veloxquant_mlx import CacheStateError, load_cache, save_cache
+from veloxquant_mlx.cache import files
 from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.layer import CompressedKVCache
 
@@ -47,10 +48,10 @@ def test_round_trip(row: Row, name: str, tmp_path: Path) -> None:
 
 def test_saved_again_is_the_same(tmp_path: Path) -> None:
     """Loading does not encode anything anew: codes of old tokens survive any number of trips."""
-    model, files = MODELS["llama"], [tmp_path / "a", tmp_path / "b"]
-    save_cache(files[0], filled(model, ROWS[0]))
-    save_cache(files[1], load_cache(files[0], model))
-    assert files[0].read_bytes() == files[1].read_bytes()
+    model, one, two = MODELS["llama"], tmp_path / "one", tmp_path / "two"
+    save_cache(one, filled(model, ROWS[0]))
+    save_cache(two, load_cache(one, model))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def edited(file: Path, change: str) -> None:
@@ -67,9 +68,8 @@ def edited(file: Path, change: str) -> None:
         return
     elif change == "foreign":
         head.pop("__metadata__")
-    elif change == "newer":
-        meta = json.loads(head["__metadata__"]["veloxquant_mlx"])
-        head["__metadata__"]["veloxquant_mlx"] = json.dumps(meta | {"format": 99})
+    elif change == "header":
+        head["__metadata__"]["veloxquant_mlx"] = head["__metadata__"]["veloxquant_mlx"].replace("KVCache", "KVCqche")
     elif change == "text":
         file.write_text("not a cache")
         return
@@ -77,12 +77,37 @@ def edited(file: Path, change: str) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + body)
 
 
-@pytest.mark.parametrize("change", ["one bit", "truncated", "half a header", "foreign", "newer", "text"])
+@pytest.mark.parametrize("change", ["one bit", "truncated", "half a header", "foreign", "header", "text"])
 def test_bad_files_are_refused(change: str, tmp_path: Path) -> None:
     model, file = MODELS["llama"], tmp_path / "prompt.safetensors"
     save_cache(file, filled(model, ROWS[0]))
     edited(file, change)
     with pytest.raises(CacheStateError, match=r"prompt\.safetensors"):
+        load_cache(file, model)
+
+
+def test_bit_flips_anywhere(tmp_path: Path) -> None:
+    """Sixty flips over the whole file, header and names included: refused, or of no consequence."""
+    model, file = MODELS["gemma3_text"], tmp_path / "prompt.safetensors"
+    caches = filled(model, ROWS[0])
+    save_cache(file, caches)
+    data = file.read_bytes()
+    for i in range(60):
+        at = i * len(data) // 60 if i % 2 else i * 40
+        file.write_bytes(data[:at] + bytes([data[at] ^ (1 << i % 7)]) + data[at + 1 :])
+        try:
+            loaded = load_cache(file, model)
+        except CacheStateError:
+            continue
+        assert all(a.offset == b.offset and a.nbytes == b.nbytes for a, b in zip(caches, loaded, strict=True))
+
+
+def test_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, file = MODELS["llama"], tmp_path / "prompt.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "FORMAT", 99)
+        save_cache(file, filled(model, ROWS[0]))
+    with pytest.raises(CacheStateError, match="format 99; this version reads 1"):
         load_cache(file, model)
 
 

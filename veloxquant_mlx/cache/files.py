@@ -21,7 +21,7 @@ from ..models.rope import Rotation
 from .layer import CompressedKVCache
 
 FORMAT = 1
-_KEY = "veloxquant_mlx"
+_KEY, _SUM = "veloxquant_mlx", "sha256"
 _NAMES = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
 
 
@@ -49,17 +49,12 @@ def save_cache(path: str | Path, caches: Sequence[Any], model: Any = None) -> No
             else:
                 scalars[key] = [_NAMES[type(leaf)], leaf]
         layers.append({"class": name, "scalars": scalars})
-    header = {
-        "format": FORMAT,
-        "layers": layers,
-        "checksum": _checksum(arrays),
-        "weights": None if model is None else fingerprint(model),
-    }
+    header = json.dumps({"format": FORMAT, "layers": layers, "weights": None if model is None else fingerprint(model)})
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".safetensors")
     os.close(handle)
     try:
-        mx.save_safetensors(temporary, arrays, {_KEY: json.dumps(header)})
+        mx.save_safetensors(temporary, arrays, {_KEY: header, _SUM: _checksum(header, arrays)})
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -73,8 +68,6 @@ def load_cache(path: str | Path, model: Any) -> list[Any]:
     damaged, truncated, from elsewhere, from a newer version, or made with another model.
     """
     arrays, header = _read(Path(path))
-    if _checksum(arrays) != header["checksum"]:
-        raise CacheStateError(f"{path} is damaged: its checksum does not match. Make the cache again from the prompt.")
     weights = header["weights"]
     if weights is not None and weights != fingerprint(model):
         raise CacheStateError(f"{path} was made with other weights than this {type(model).__name__}'s.")
@@ -131,10 +124,12 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     try:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         raise CacheStateError(f"{path} cannot be read as a safetensors file; it may be truncated.") from error
     if _KEY not in metadata:
         raise CacheStateError(f"{path} was not written by veloxquant_mlx.save_cache.")
+    if metadata.get(_SUM) != _checksum(metadata[_KEY], arrays):
+        raise CacheStateError(f"{path} is damaged: its checksum does not match. Make the cache again from the prompt.")
     header = json.loads(metadata[_KEY])
     if header["format"] != FORMAT:
         raise CacheStateError(
@@ -143,8 +138,8 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     return arrays, header
 
 
-def _checksum(arrays: dict[str, mx.array]) -> str:
-    digest = hashlib.sha256()
+def _checksum(header: str, arrays: dict[str, mx.array]) -> str:
+    digest = hashlib.sha256(header.encode())
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(f"{name} {array.shape} {array.dtype}".encode())
