@@ -46,14 +46,14 @@ def burst(model: Any, caches: list[Any], ids: mx.array) -> float:
     return (time.perf_counter() - began) / ids.shape[1]
 
 
-def main(prompt: int, decode: int, size: int) -> None:
+def main(prompt: int, decode: int, size: int, methods: list[str]) -> None:
     model, tokens = common.load("smollm2")
     ids = mx.array(tokens[: prompt + decode])[None]
     stock: list[Any] = make_prompt_cache(model)
     prefill(model, stock, ids[:, :prompt])
     rivals = {}
-    for label, fields in METHODS.items():
-        rivals[label] = KVCacheBuilder.for_model(model, KVCacheConfig(**fields))
+    for label in methods:
+        rivals[label] = KVCacheBuilder.for_model(model, KVCacheConfig(**METHODS[label]))
         prefill(model, rivals[label], ids[:, :prompt])
     for caches in (stock, *rivals.values()):  # first calls build tables: not what is measured
         burst(model, copy.deepcopy(caches), ids[:, prompt : prompt + 2])
@@ -78,5 +78,6 @@ if __name__ == "__main__":
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--decode", type=int, default=64)
     parser.add_argument("--burst", type=int, default=4)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     options = parser.parse_args()
-    main(options.prompt, options.decode, options.burst)
+    main(options.prompt, options.decode, options.burst, options.methods)
