@@ -178,5 +178,6 @@ def test_generate_refuses_a_bad_value_before_generating():
     model = str(ensure_model("smollm2", MODELS))
     result = run("generate", "--model", model, "--prompt", "p", "--option", "kivi_group_size=7")
     assert result.exit_code == 2
-    assert "multiple of kivi_group_size" in result.stderr
+    assert "residual_length=128 cannot be used" in result.stderr
+    assert "kivi_group_size = 7" in result.stderr
     assert result.stdout == ""
