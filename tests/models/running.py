@@ -7,6 +7,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.matrix import ROWS, Row
 from tests.models import tiny
@@ -54,3 +57,10 @@ def greedy(model: Any, prompt: mx.array, n: int, **kwargs: Any) -> tuple[list[in
 def token_list(count: int, seed: int = 0) -> list[int]:
     """``tiny.tokens`` as a list."""
     return np.array(tiny.tokens(count, seed))[0].tolist()
+
+
+def word_tokenizer() -> TokenizerWrapper:
+    """A tokenizer for the vocabulary of the tiny models: token 7 is "w7"; no token ends a text."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[reportAttributeAccessIssue]
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=words))

@@ -157,6 +157,10 @@ class CompressedBatchCache:
         for cache in caches:
             rows += cache.rows if isinstance(cache, CompressedBatchCache) else [cache]
         for row in rows:
+            if len(rows) > 1 and not row.layer.batches:
+                raise CacheStateError(
+                    "merge: this model's attention cannot take a mask per sequence. Run its sequences one by one."
+                )
             if row.batch_size > 1:
                 raise CacheStateError(
                     f"merge takes caches of one sequence; this one holds {row.batch_size}. Use one cache per sequence."

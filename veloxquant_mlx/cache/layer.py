@@ -59,6 +59,19 @@ class _Absent:
         raise AttributeError(f"CompressedKVCache has no attribute {self.name!r}")
 
 
+class _Merge:
+    """``merge``, absent where the model's attention takes no mask per sequence: the server then runs one by one."""
+
+    def __get__(
+        self, instance: CompressedKVCache | None, owner: type
+    ) -> Callable[[Sequence[CompressedKVCache]], CompressedBatchCache]:
+        from .batch import CompressedBatchCache
+
+        if instance is not None and not instance.layer.batches:
+            raise AttributeError("merge: this model's attention cannot take a mask per sequence")
+        return CompressedBatchCache.merge
+
+
 class CompressedKVCache(_Base):
     """Keys and values of one layer, held compressed by ``config.method``.
 
@@ -74,6 +87,7 @@ class CompressedKVCache(_Base):
 
     step: int = 1  # mlx_lm's growth step; the store has its own
     to_quantized = _Absent()
+    merge = _Merge()
 
     def __init__(self, config: KVCacheConfig, layer: LayerInfo | None = None):
         self._config = config
@@ -229,13 +243,6 @@ class CompressedKVCache(_Base):
         cache.state = state
         return cache
 
-    @classmethod
-    def merge(cls, caches: Sequence[CompressedKVCache]) -> CompressedBatchCache:
-        """One batch of the sequences of ``caches``, which stay as they are."""
-        from .batch import CompressedBatchCache
-
-        return CompressedBatchCache.merge(caches)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedKVCache:
         """An independent cache; arrays are shared until written, recipe and config always."""
         clone = type(self).__new__(type(self))
@@ -311,8 +318,12 @@ class CompressedKVCache(_Base):
             stream, _, field = name.partition(".")
             kind = "window" if field in ("sinks", "tail") else "packed"
             out[kind if stream in ("k", "v") else "fixed" if name == saved.FINITE else "index"] += array.nbytes
-        out["fixed"] += sum(a.nbytes for a in saved.constants(self._recipe))
+        out["fixed"] += sum(a.nbytes for a in self.constants())
         return out
+
+    def constants(self) -> list[Any]:
+        """Rotations, tables and other arrays of the method; many are shared between layers and caches."""
+        return saved.constants(self._recipe)
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array held by name, the method's constants left out: what is stored and what waits to be acted on."""

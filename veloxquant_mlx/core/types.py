@@ -19,7 +19,8 @@ class LayerInfo:
 
     ``index`` counts the entries of the model's cache list, ``rank`` and ``n_layers`` only the layers that the method
     is applied to. ``rope`` is the rotation that the layer gives its keys (``models.rope``), None where it gives none or
-    no model is at hand. ``shared``: another layer reads the same rows later in the same step.
+    no model is at hand. ``shared``: another layer reads the same rows later in the same step. ``batches``: its
+    attention can take a mask per sequence; where it cannot, sequences run one by one.
     """
 
     head_dim: int = 128
@@ -31,6 +32,7 @@ class LayerInfo:
     n_layers: int = 1
     rope: Rotation | UnknownRotation | None = None
     shared: bool = False
+    batches: bool = True
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ _probes: dict[int, tuple[weakref.ref[Any], Probe]] = {}  # id(attention): module
 
 @dataclass(frozen=True)
 class Probe:
-    """``rope`` as in LayerInfo; ``hooked``: queries reach the cache (None: could not be tested)."""
+    """``rope`` and ``batches`` as in LayerInfo; ``hooked``: queries reach the cache (None: could not be tested)."""
 
     rope: Rotation | UnknownRotation | None
     hooked: bool | None
+    batches: bool = True
 
 
 class _Attended(Exception):
@@ -75,7 +76,24 @@ def _run(attention: nn.Module, width: int | None) -> Probe:
         moved, _ = _keys_at(attention, width, _POSITION)
     except Exception as error:  # a model's own code may raise anything; the reason reaches whoever needs the rotation
         return Probe(UnknownRotation(f"its attention raised {type(error).__name__}: {error}"), None)
-    return Probe(_rotation(attention, start, moved), hooked)
+    batches = hooked is not False or _takes_batch_masks(attention, width, start.shape[1] + 1)
+    return Probe(_rotation(attention, start, moved), hooked, batches)
+
+
+def _takes_batch_masks(attention: nn.Module, width: int, batch: int) -> bool:
+    """Whether attention code of the model's own lines a mask per sequence ``(B, 1, L, S)`` up with its sequences.
+
+    Gemma 2 lines it up with the heads: wrong in silence where there are as many heads as sequences, an error elsewhere,
+    so ``batch`` must differ from the number of heads. Shapes alone are looked at; nothing is computed.
+    """
+    tokens, cache = mx.zeros((batch, 1, width), _float_dtype(attention)), _ProbeCache(0)
+    mask = mx.ones((batch, 1, 1, 1), mx.bool_)
+    masks = [name for name in inspect.signature(type(attention).__call__).parameters if "mask" in name]
+    try:
+        attention(tokens, **_arguments(attention, tokens, cache) | dict.fromkeys(masks, mask))
+    except ValueError:
+        return False
+    return True
 
 
 def _keys_at(attention: nn.Module, width: int, position: int) -> tuple[mx.array, bool | None]:
