@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import mlx.core as mx
 import numpy as np
@@ -14,20 +15,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.models import tiny
+from tests.models.running import FIRST, config
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
+from veloxquant_mlx.serve import Server
 
 # w1 is the user, w2 the assistant, w3 the system.
 TEMPLATE = (
-    "{% for m in messages %}{{ {'user': 'w1', 'assistant': 'w2', 'system': 'w3'}[m['role']] }} {{ m['content'] }} "
-    "{% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+    "{% set marks = {'user': 'w1', 'assistant': 'w2', 'system': 'w3'} %}{% for m in messages %}"
+    "{% if m['role'] not in marks %}{{ raise_exception('unknown role') }}{% endif %}"
+    "{{ marks[m['role']] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
 )
-# Settings that compress after a few tokens of a head of 32 numbers.
-METHODS: dict[str, dict[str, Any]] = {
-    "kivi": {"bit_width_inlier": 4, "kivi_group_size": 32, "residual_length": 32},
-    "turboquant_rvq": {"bit_width_inlier": 2},
-    "snapkv": {"snap_budget": 24, "snap_window": 8},
-    "streaming_llm": {"stream_window_size": 24, "n_sink_tokens": 4},
-}
+CONFIGS = {method: config(row) for method, row in FIRST.items()}  # every method that the matrix holds
+KIVI = KVCacheConfig(method="kivi", bit_width_inlier=4, kivi_group_size=32, residual_length=32)
 
 
 def make_folder(folder: Path, architecture: str = "qwen3", seed: int = 0) -> Path:
@@ -67,3 +66,11 @@ class Alone:
     def chat(self, messages: list[dict[str, str]], max_tokens: int) -> str:
         ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self.complete(ids, max_tokens)
+
+
+def figures(server: Server) -> dict[str, float]:
+    """What /metrics says, without the common prefix of the names."""
+    with urlopen(server.url + "/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.removeprefix("veloxquant_"): float(value) for name, value in pairs}

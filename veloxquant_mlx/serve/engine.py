@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from queue import Queue
 from typing import Any
 from weakref import WeakSet
@@ -76,8 +77,7 @@ class PromptCache(LRUPromptCache):
         self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
         self._live.forget(prompt_cache)
-        if cache_type == "assistant":  # the other types are parts of prompts
-            self._metrics.finish(held(prompt_cache))
+        self._metrics.store(held(prompt_cache))
         super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
 
 
@@ -99,12 +99,13 @@ class Engine(ResponseGenerator):
             except Exception as error:
                 if self._is_distributed:
                     raise  # the other processes are in the middle of the same step
-                logging.exception("generation failed; the requests it concerned are answered with an error")
+                # As text: a kept traceback would keep every cache of the failed step.
+                logging.error("generation failed, and every request in progress: %s", traceback.format_exc())
                 self._fail(str(error))
         self._fail("the server is stopping")
 
     def _fail(self, reason: str) -> None:
-        """End all requests in progress. The original error is not passed on: it would keep their caches alive."""
+        """End all requests in progress."""
         for queue in list(self._waiting):
             queue.put(VeloxError(f"generation failed: {reason}"))
         self._waiting.clear()

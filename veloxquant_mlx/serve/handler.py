@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler, ModelDescription
 
@@ -80,8 +81,8 @@ class Handler(APIHandler):
         """The one model that is served, in place of every model on the disk."""
         name = served_name(self.engine.cli_args.model)
         model = {"id": name, "object": "model", "created": self.created, "owned_by": "veloxquant"}
-        wanted = self.path.partition("/v1/models/")[2]
-        if wanted and wanted.strip("/") not in model_names(self.engine.cli_args.model):
+        wanted = unquote(self.path.partition("/v1/models/")[2])
+        if wanted and wanted not in model_names(self.engine.cli_args.model):
             raise RequestError(f"model {wanted!r} is not served here; served: {name}", 404)
         answer = model if wanted else {"object": "list", "data": [model]}
         self._send(200, json.dumps(answer).encode())

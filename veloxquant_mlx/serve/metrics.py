@@ -19,7 +19,7 @@ class Metrics:
         self._lock = threading.Lock()
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("ok", "refused", "failed", "disconnected"), 0))
         self.tokens: Counter[str] = Counter(dict.fromkeys(("prompt", "prompt_cached", "generated"), 0))
-        self.finished = Held()
+        self.stored = Held()
         self.running = 0
 
     def begin(self) -> None:
@@ -35,15 +35,15 @@ class Metrics:
         with self._lock:
             self.tokens.update(tokens)
 
-    def finish(self, caches: Held) -> None:
+    def store(self, caches: Held) -> None:
         with self._lock:
-            self.finished += caches
+            self.stored += caches
 
 
 def render(metrics: Metrics, engine: Any) -> str:
     """The text: one ``# HELP`` and ``# TYPE`` line and one or more values per figure."""
     live, age = engine.live.measure()
-    done, stored = metrics.finished, engine.prompt_cache
+    ever, now = metrics.stored, engine.prompt_cache
     labels = {"method": engine.model_provider.method, "model": engine.cli_args.model, "version": __version__}
     info = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
     gauge, counter = "gauge", "counter"
@@ -54,11 +54,11 @@ def render(metrics: Metrics, engine: Any) -> str:
         ("live_cache_times_smaller", gauge, "Of running requests, against 16 bits", {"": live.ratio}),
         ("live_native_cache_bytes", gauge, "Bytes of layers left to mlx_lm's own caches", {"": live.native}),
         ("live_cache_age_seconds", gauge, "How old the live figures are", {"": age}),
-        ("finished_cache_bytes_total", counter, "Bytes of the caches of finished requests", {"": done.compressed}),
-        ("finished_cache_16bit_bytes_total", counter, "The same in 16 bits", {"": done.uncompressed}),
-        ("finished_cache_times_smaller", gauge, "Of all finished requests, against 16 bits", {"": done.ratio}),
-        ("prompt_cache_entries", gauge, "Conversations kept for reuse", {"": len(stored)}),
-        ("prompt_cache_bytes", gauge, "Bytes of the conversations kept for reuse", {"": stored.nbytes}),
+        ("prompt_cache_entries", gauge, "Caches kept for reuse", {"": len(now)}),
+        ("prompt_cache_bytes", gauge, "Bytes of the caches kept for reuse", {"": now.nbytes}),
+        ("stored_cache_bytes_total", counter, "Bytes of compressed caches put aside for reuse", {"": ever.compressed}),
+        ("stored_cache_16bit_bytes_total", counter, "The same in 16 bits", {"": ever.uncompressed}),
+        ("stored_cache_times_smaller", gauge, "Of everything put aside, against 16 bits", {"": ever.ratio}),
         ("requests_running", gauge, "Requests being answered", {"": metrics.running}),
         ("requests_total", counter, "Requests by outcome", _labelled("outcome", metrics.outcomes)),
         ("tokens_total", counter, "Tokens by kind", _labelled("kind", metrics.tokens)),
