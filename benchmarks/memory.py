@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
 from veloxquant_mlx.attention import hook
 from veloxquant_mlx.cache.layer import CompressedKVCache
+from veloxquant_mlx.cache.report import cache_report
 
 from . import common
 
@@ -118,17 +119,15 @@ def measure(label: str, make: Callable[[], list[Any]], layers: list[Layer], prom
         mx.eval(feed(cache, layer, 0, prompt - 1), cache.state)
         mx.eval(feed(cache, layer, prompt - 1, prompt), cache.state)
     peak = mx.get_peak_memory() - base
-    after_prompt = sum(c.nbytes for c in caches)
+    after_prompt = cache_report(caches).nbytes
     for t in range(prompt, total):
         mx.eval([feed(cache, layer, t, t + 1) for cache, layer in zip(caches, layers, strict=True)])
     mx.eval([c.state for c in caches])
     grown = settle() - base
-    held = sum(c.nbytes for c in caches)
-    rows, index, fixed = held, 0, 0
-    if isinstance(caches[0], CompressedKVCache):
-        kinds = [c.held_bytes() for c in caches]
-        index, fixed = (sum(kind[name] for kind in kinds) for name in ("index", "fixed"))
-        rows = held - index - fixed
+    receipt = cache_report(caches)
+    held = receipt.nbytes
+    index, fixed = (sum(getattr(layer, kind) for layer in receipt.layers) for kind in ("index", "fixed"))
+    rows = held - index - fixed
     per_token = sum(2 * layer.k.nbytes for layer in layers) / total
     return {
         "cache": label,

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
-from veloxquant_mlx.cache.layer import CompressedKVCache
+from veloxquant_mlx.cache.report import cache_report
 from veloxquant_mlx.quality.measure import Reference, compare, reference, store_as, teacher_force
 
 from . import common
@@ -39,11 +39,10 @@ def quantized(model: Any, bits: int) -> list[Any]:
 
 def bits_held(caches: list[Any]) -> float:
     """Bits per number over the compressed layers."""
-    held = numbers = 0
+    ours = [layer for layer in cache_report(caches).layers if layer.uncompressed]
+    held, numbers = sum(layer.nbytes for layer in ours), sum(layer.uncompressed for layer in ours) // 2
     for cache in caches:
-        if isinstance(cache, CompressedKVCache):
-            held, numbers = held + cache.nbytes, numbers + cache.describe()["elements"]
-        elif isinstance(cache, QuantizedKVCache):
+        if isinstance(cache, QuantizedKVCache):
             words: Any = (cache.keys[0], cache.values[0])  # type: ignore[reportOptionalSubscript]
             b, h, *_ = words[0].shape
             dims = sum(w.shape[-1] * 32 // cache.bits for w in words)

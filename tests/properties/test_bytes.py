@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import types
 from typing import Any
@@ -83,7 +84,10 @@ def test_report_adds_up() -> None:
     for cache in caches:
         feed(cache, tensors(160, dtype=mx.float16), [159, 1])
     report = cache_report(caches)
-    assert report.nbytes == sum(c.nbytes for c in caches)
+    shared = {id(a): a.nbytes for c in caches for a in c.constants()}
+    assert report.nbytes == sum(stored_bytes(c) for c in caches) + sum(shared.values())
+    twice = cache_report([caches[0], copy.deepcopy(caches[0])])
+    assert twice.nbytes == caches[0].nbytes + stored_bytes(caches[0]) and twice.layers[1].fixed == 0
     assert report.uncompressed == len(caches) * 160 * 2 * (64 + 64) * 2
     assert report.ratio == report.uncompressed / report.nbytes
     text = str(report)

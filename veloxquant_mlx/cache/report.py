@@ -89,13 +89,20 @@ class CacheReport:
 
 
 def cache_report(caches: Sequence[Any]) -> CacheReport:
-    """The receipt of a list of caches, one entry per cache, those of mlx_lm included."""
-    return CacheReport(tuple(_receipt(cache) for cache in caches))
+    """The receipt of a list of caches, one entry per cache, those of mlx_lm included.
+
+    A constant that several layers share is counted once, at the first of them; each cache's own ``nbytes`` has it in.
+    """
+    counted: set[int] = set()
+    return CacheReport(tuple(_receipt(cache, counted) for cache in caches))
 
 
-def _receipt(cache: Any) -> LayerReceipt:
+def _receipt(cache: Any, counted: set[int]) -> LayerReceipt:
     if isinstance(cache, CompressedKVCache):
         seen = cache.describe()
+        again = [a for a in cache.constants() if id(a) in counted]
+        seen["bytes"]["fixed"] -= sum(a.nbytes for a in again)
+        counted.update(id(a) for a in cache.constants())
         return LayerReceipt(
             method=seen["method"],
             tokens=seen["tokens"],

@@ -73,7 +73,7 @@ def generate_text(
         out.print(last.text, end="", markup=False, soft_wrap=True)
     out.print()
     if last is not None:
-        held = size(sum(cache.nbytes for cache in caches))
+        held = size(cache_report(caches).nbytes)
         err.print(
             f"[dim]{last.prompt_tokens} prompt tokens at {last.prompt_tps:.0f}/s, {last.generation_tokens} generated "
             f"at {last.generation_tps:.1f}/s, keys and values held: {held}[/]",

@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cache.report import cache_report
 from ..core.exceptions import CacheInputError
 
 Progress = Callable[[int, int], None]
@@ -114,7 +115,7 @@ def teacher_force(
     mx.eval([c.state for c in caches])
     return Run(
         logprobs=_log_softmax(np.stack(logits)),
-        kv_bytes=sum(c.nbytes for c in caches),
+        kv_bytes=cache_report(caches).nbytes,
         active_growth=mx.get_active_memory() - before,
         prefill_seconds=time.perf_counter() - started - sum(seconds[1:]),
         decode_seconds=sum(seconds[1:]),
