@@ -22,7 +22,7 @@ def store_of(row: Row, tokens: int, shape: Shape = (1, 2, 64, 64)) -> Store:
     for at in range(0, tokens, 500):
         part = data.part(at, min(at + 500, tokens))
         cache.update_and_fetch(part.k, part.v)
-        cache._settle()
+        cache.settle()
         mx.eval(cache.state)
     return cache._store
 
