@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.matrix import IDS, ROWS, Row, same_state
 from tests.models import tiny
-from tests.models.running import FIRST, caches_of, config, decode, greedy, prefill, token_list, word_tokenizer
+from tests.models.running import FIRST, caches_of, config, decode, greedy, lively, prefill, token_list, word_tokenizer
 from veloxquant_mlx import CacheStateError, attach
 from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.layer import CompressedKVCache
@@ -33,16 +33,16 @@ def llama() -> Any:
 
 
 def alone(model: Any, row: Row, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
-    """Greedy tokens of a run of its own."""
+    """Tokens of a run of its own."""
     kwargs.setdefault("prompt_cache", caches_of(model, row))
-    return greedy(model, mx.array(prompt), n, prefill_step_size=STEP, **kwargs)[0]
+    return greedy(model, mx.array(prompt), n, prefill_step_size=STEP, sampler=lively, **kwargs)[0]
 
 
 class Serving:
     """A BatchGenerator that remembers what every request got."""
 
     def __init__(self, model: Any, **kwargs: Any):
-        self.batch = BatchGenerator(model, prefill_step_size=STEP, **kwargs)
+        self.batch = BatchGenerator(model, prefill_step_size=STEP, sampler=lively, **kwargs)
         self.tokens: dict[int, list[int]] = {}
         self.caches: dict[int, list[Any]] = {}
 
@@ -83,6 +83,7 @@ def test_batch_generate(row: Row) -> None:
             return_prompt_caches=True,
             return_token_ids=True,
             prefill_step_size=STEP,
+            sampler=lively,
         )
     assert out.token_ids == [tokens[:n] for tokens, n in zip(expected, counts, strict=True)]
     assert out.texts == [" ".join(f"w{t}" for t in tokens) for tokens in out.token_ids]
@@ -130,7 +131,7 @@ def test_histories_are_not_touched(row: Row, llama: Any) -> None:
         prefill(llama, caches, tiny.tokens(n, seed=n), STEP)
         histories.append(caches)
     twins = copy.deepcopy(histories)
-    how: dict[str, Any] = {"max_tokens": 6, "return_token_ids": True, "prefill_step_size": STEP}
+    how: dict[str, Any] = {"max_tokens": 6, "return_token_ids": True, "prefill_step_size": STEP, "sampler": lively}
     runs = [
         batch_generate(llama, TOKENIZER, [p[:40] for p in PROMPTS], prompt_caches=histories, **how).token_ids
         for _ in range(2)
@@ -236,7 +237,7 @@ STOCK_DIFFERS = ("nemotron_h", "afm7", "jamba")
 
 
 def batched(model: Any, prompts: list[list[int]], caches: list[list[Any]], n: int = 6) -> list[list[int]]:
-    how: dict[str, Any] = {"max_tokens": n, "return_token_ids": True, "prefill_step_size": STEP}
+    how: dict[str, Any] = {"max_tokens": n, "return_token_ids": True, "prefill_step_size": STEP, "sampler": lively}
     return batch_generate(model, TOKENIZER, prompts, prompt_caches=caches, **how).token_ids
 
 

@@ -85,7 +85,7 @@ _LLAMA4 = {
 
 # name -> (module of mlx_lm.models, arguments)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _BASE),
+    "llama": ("llama", {**_BASE, **_NO_TIE}),  # tied, a random model repeats one token, whatever its caches hold
     "llama_llama3": ("llama", {**_BASE, "rope_scaling": _LLAMA3}),
     "llama_yarn": ("llama", {**_BASE, "rope_scaling": _YARN}),
     "llama_dynamic": (
@@ -93,7 +93,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_BASE, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64},
     ),
     "mistral": ("llama", {**_BASE, "model_type": "mistral", "head_dim": 32, "sliding_window": None}),
-    "qwen2": ("qwen2", _BASE),
+    "qwen2": ("qwen2", {**_BASE, **_NO_TIE}),
     "qwen3": ("qwen3", {**_BASE, **_NO_TIE, "max_position_embeddings": 256, "head_dim": 32, "rope_theta": 1e6}),
     "smollm3": ("smollm3", {**_BASE, "num_hidden_layers": 4}),
     "gemma2": ("gemma2", {**_BASE, "head_dim": 16}),
