@@ -11,18 +11,15 @@ import pytest
 from mlx_lm import generate, stream_generate
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests.matrix import IDS, ROWS, Row
 from tests.models import tiny
-from tests.models.running import DROPPING, FIRST, QUANTISED, caches_of, config, decode, greedy, prefill, token_list
+from tests.models.running import FIRST, caches_of, config, decode, greedy, prefill, token_list, word_tokenizer
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, QuantizerConfigError
 from veloxquant_mlx.cache.layer import CompressedKVCache, Mode
 from veloxquant_mlx.cache.report import cache_report
 
 PROMPT = 150  # long enough that every row of the matrix compresses something
-FULL = [row for row in ROWS if not row.drops and row.identity == 0]
 KIVI, SNAPKV = FIRST["kivi"], FIRST["snapkv"]
 KIVI_8: dict[str, Any] = {"bit_width_inlier": 8, "kivi_group_size": 32, "residual_length": 32}
 
@@ -34,9 +31,7 @@ def llama() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> TokenizerWrapper:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[reportAttributeAccessIssue]
-    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=words))
+    return word_tokenizer()
 
 
 def expected_tokens(model: Any, row: Row, prompt: mx.array, n: int, step: int) -> list[int]:
@@ -48,6 +43,7 @@ def expected_tokens(model: Any, row: Row, prompt: mx.array, n: int, step: int) -
     return out
 
 
+@pytest.mark.covers("generate")
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_generate_unchanged(row: Row, llama: Any, tokenizer: TokenizerWrapper) -> None:
     """All three entry points, prompt in five prefill steps: the same tokens as plain calls of the model."""
@@ -275,29 +271,3 @@ def test_decoding_never_waits(row: Row, llama: Any, monkeypatch: pytest.MonkeyPa
 
     out = mx.compile(steps)(tiny.tokens(70, seed=1))
     assert {c.offset for c in caches} == {PROMPT + 70} and len(out) == 70
-
-
-# ----------------------------------------------------------------------------------------------- speculative decoding
-
-
-@pytest.mark.parametrize("row", [QUANTISED[0], *FULL], ids=lambda r: r.id)
-@pytest.mark.parametrize("seed", [0, 1], ids=["good-draft", "poor-draft"])
-def test_speculative_decoding(row: Row, seed: int, llama: Any, tokenizer: TokenizerWrapper) -> None:
-    """Rejected drafts are trimmed: the tokens are those of plain greedy decoding with the same cache."""
-    draft, prompt, n = tiny.build("llama", seed=seed), tiny.tokens(PROMPT)[0], 24
-    fields = {"bit_width_inlier": 8 if row.method == "kivi" else 4}
-    expected, _ = greedy(llama, prompt, n, prompt_cache=caches_of(llama, row, **fields))
-    caches = [*caches_of(llama, row, **fields), *make_prompt_cache(draft)]
-    responses = stream_generate(
-        llama, tokenizer, prompt, max_tokens=n, draft_model=draft, num_draft_tokens=3, prompt_cache=caches
-    )
-    found = [(r.token, r.from_draft) for r in responses][:n]
-    assert [token for token, _ in found] == expected
-    assert any(from_draft for _, from_draft in found) or seed
-
-
-@pytest.mark.parametrize("row", DROPPING, ids=lambda r: r.id)
-def test_speculative_decoding_is_refused(row: Row, llama: Any, tokenizer: TokenizerWrapper) -> None:
-    caches = [*caches_of(llama, row), *make_prompt_cache(llama)]
-    with pytest.raises(ValueError, match="requires a trimmable prompt cache.*CompressedKVCache"):
-        list(stream_generate(llama, tokenizer, tiny.tokens(9)[0], draft_model=llama, prompt_cache=caches))
