@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -15,15 +16,16 @@ class Attachment:
     def __init__(self, model: Any, config: KVCacheConfig, serve_standalone: bool = False):
         if isinstance(vars(model).get("make_cache"), _MakeCache):
             raise CacheStateError("this model is attached already; detach the first attachment before the next")
-        make = _MakeCache(weakref.ref(model), config, serve_standalone)
+        # A copy: what the caller changes in the configuration later was never checked.
+        make = _MakeCache(weakref.ref(model), copy.deepcopy(config), serve_standalone)
         make()  # what is wrong with the configuration shows here, not at the first request
-        self._model, self._before = weakref.ref(model), vars(model).get("make_cache")
+        self._model, self._make, self._before = weakref.ref(model), make, vars(model).get("make_cache")
         model.make_cache = make
 
     def detach(self) -> None:
         """Give the model its own caches back. Caches that are in use stay as they are; a second call does nothing."""
         model = self._model()
-        if model is not None and isinstance(vars(model).get("make_cache"), _MakeCache):
+        if model is not None and vars(model).get("make_cache") is self._make:
             if self._before is None:
                 del model.make_cache
             else:
