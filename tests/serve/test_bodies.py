@@ -30,8 +30,8 @@ def post(server: Server, path: str, body: bytes) -> tuple[int, Any]:
 
 def send(server: Server, raw: bytes, more: bool = False) -> bytes:
     """The whole answer to ``raw``; ``more`` keeps our side open as if more were to come."""
-    where = urlsplit(server.url)
-    with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+    host, _, port = urlsplit(server.url).netloc.partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(raw)
         if not more:
             connection.shutdown(socket.SHUT_WR)

@@ -63,15 +63,15 @@ def test_eight_at_a_time_answer_as_one_alone(folder: Path, config: KVCacheConfig
 def test_chat_streams_what_it_answers(server: Server, alone: Alone) -> None:
     openai = client(server)
     messages: Any = [{"role": "system", "content": "w9 w8"}, {"role": "user", "content": text(10, 7)}]
-    whole = openai.chat.completions.create(model="default_model", messages=messages, max_tokens=9)
-    usage = {"stream_options": {"include_usage": True}}
-    parts = list(
-        openai.chat.completions.create(model="default_model", messages=messages, max_tokens=9, stream=True, **usage)
+    whole: Any = openai.chat.completions.create(model="default_model", messages=messages, max_tokens=9)
+    usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    parts: list[Any] = list(
+        openai.chat.completions.create(model="default_model", messages=messages, max_tokens=9, **usage)
     )
     said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     assert whole.choices[0].message.content == said == alone.chat(messages, 9)
     assert whole.choices[0].finish_reason == "length"
-    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens == 9  # type: ignore[union-attr]
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens == 9
 
 
 def test_stop_words_temperature_and_seed(server: Server, alone: Alone) -> None:

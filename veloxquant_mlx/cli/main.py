@@ -188,7 +188,7 @@ def serve(
     ] = None,
     num_draft_tokens: Annotated[int, typer.Option(min=1, max=64, help="Tokens to draft at a time.")] = 3,
     chat_template: Annotated[str, typer.Option(help="Chat template to use in place of the tokenizer's own.")] = "",
-    chat_template_args: Annotated[str, typer.Option(help="JSON object of arguments for the chat template.")] = "{}",
+    chat_template_args: Annotated[str, typer.Option(help="Arguments for the chat template, a JSON object.")] = "{}",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the tokenizer.")
     ] = False,

@@ -204,7 +204,8 @@ class _Request:
             self._handler.check_client()
             progress_callback(done, total)
 
-        args.model = ModelDescription("default_model", "default_model", None)
+        adapter: Any = None
+        args.model = ModelDescription("default_model", "default_model", adapter)
         try:
             context, responses = self._engine.generate(request, args, progress)
         except Exception as error:

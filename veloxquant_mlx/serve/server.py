@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from functools import partial
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +29,7 @@ class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int):
+        address: Any
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, *_, address = found[0]  # version 4 or 6 of the protocol
         super().__init__(address, Handler, bind_and_activate=False)
@@ -69,11 +72,13 @@ class Server:
             self._http.server_activate()
 
     def _bind(self) -> _HTTPServer:
-        host, port = self.options.host, self.options.port
+        host, port, http = self.options.host, self.options.port, None
         try:
             http = _HTTPServer(host, port)
             http.server_bind()
-        except (OSError, OverflowError) as error:
+        except OSError as error:
+            if http is not None:
+                http.server_close()
             raise VeloxError(
                 f"--host {host} --port {port} cannot be opened ({error}). Choose another port, or 0 for any free one."
             ) from None
@@ -110,6 +115,7 @@ class Server:
                 self._thread = None
             self._http.server_close()
         self.engine.stop_and_join()
+        _wait_for_end(self.engine._generation_thread)
 
     def __enter__(self) -> Server:
         assert self._http is not None
@@ -119,3 +125,16 @@ class Server:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _wait_for_end(thread: threading.Thread) -> None:
+    """Wait until ``thread``, already joined, is gone for the operating system, too.
+
+    What MLX compiled in it is freed after Python has let go of the thread, and needs the interpreter: a process that
+    ends at this moment is aborted.
+    """
+    task, until = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + 2.0
+    if not task.parent.exists():  # no such list on macOS
+        time.sleep(0.1)
+    while task.exists() and time.monotonic() < until:
+        time.sleep(0.005)
