@@ -1,0 +1,36 @@
+"""Models split over two processes on this machine, with mlx's own ring over loopback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "distributed" / "split_model.py"
+
+
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def lines(request: pytest.FixtureRequest) -> list[dict]:
+    """What both processes said, one line per rank and method."""
+    launch = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--python", sys.executable]
+    done = subprocess.run(
+        [*launch, str(SCRIPT), "--split", request.param, "--tokens", "12"], capture_output=True, text=True, timeout=240
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0 and len(found) == 8, done.stdout + done.stderr
+    return found
+
+
+def test_same_tokens_as_one_process(lines: list[dict]) -> None:
+    assert all(line["same"] for line in lines)
+    assert {line["rank"] for line in lines} == {0, 1}
+
+
+def test_each_process_holds_its_share(lines: list[dict]) -> None:
+    """Half of the heads, or half of the layers; positions that all heads share are held by every process."""
+    for line in lines:
+        shared = 0.02 if line["method"] == "streaming_llm" else 0.0
+        assert line["whole"] / 2 <= line["bytes"] <= line["whole"] * (0.5 + shared)
