@@ -1,8 +1,7 @@
 """Prefill over packed history: blocks of decoded rows, online softmax. No decoded copy of the history exists.
 
 MLX allocates the results of a graph faster than it computes them, so each block is evaluated before the next is
-built: otherwise all blocks would live at once. This is the one place that waits for the device; decoding never comes
-here.
+built: otherwise all blocks would live at once. No other attention waits for the device, and decoding never comes here.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,10 @@ from ..attention import entry, hook, masks
 from ..attention.hook import KVHandle
 from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigError
 from ..core.types import LayerInfo, Recipe
-from ..observers import QuantizationEvent
+from ..observers.reporter import Reporter
 from . import state as saved
 from .checks import FiniteWatch, check_rows
+from .lifecycle import Lifecycle
 from .registry import method
 from .store import Store
 
@@ -39,14 +39,6 @@ class Mode(Enum):
     LEARN = "not yet known"
     HANDLE = "attends through the cache"
     ARRAY = "attends on decoded arrays (the model's own attention)"
-
-
-class Phase(Enum):
-    """Where a policy that drops rows stands (the first single-token call after a prompt ends the prompt)."""
-
-    EMPTY = "empty"
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class _Absent:
@@ -76,9 +68,9 @@ class CompressedKVCache(_Base):
     """Keys and values of one layer, held compressed by ``config.method``.
 
     ``update_and_fetch`` only appends; ``attend`` computes over everything held with the model's real queries, then
-    rows that left their window are encoded and rows that the policy gives up are dropped. Counters are Python ints;
-    nothing here waits for the device, except that a policy's eviction at the end of a prompt evaluates what stays,
-    so that the memory of the rest is free at once.
+    rows that left their window are encoded and rows that the policy gives up are dropped (``lifecycle.py``). Counters
+    are Python ints. Decoding never waits for the device; a prompt does where a policy drops rows (so that their memory
+    is free at once) and where it attends block by block. With observers every event waits.
 
     ``offset`` is the number of tokens seen (the position of the next token), whatever is still held. Geometry and
     dtype come from the first update. Raises CacheInputError for tensors that do not fit (the cache is unchanged) and
@@ -91,20 +83,22 @@ class CompressedKVCache(_Base):
 
     def __init__(self, config: KVCacheConfig, layer: LayerInfo | None = None):
         self._config = config
-        self._layer = layer or LayerInfo(head_dim=config.head_dim, value_dim=config.head_dim)
-        self._recipe: Recipe = method(config.method).recipe(config, self._layer)
+        self._build(layer or LayerInfo(head_dim=config.head_dim, value_dim=config.head_dim))
         self._reset()
 
-    def _reset(self) -> None:
+    def _build(self, layer: LayerInfo) -> None:
+        """Recipe, store and life cycle for ``layer``; nothing is held afterwards."""
+        config = self._config
+        self._layer = layer
+        self._recipe: Recipe = method(config.method).recipe(config, layer)
         self._store = Store(self._recipe)
+        self._life = Lifecycle(self._recipe, config.capacity, Reporter(config.observers, config.method, layer.index))
+
+    def _reset(self) -> None:
         self.offset = 0
         self.shared = self._layer.shared  # or set by the seam: another layer reads these rows too
-        self._mode, self._phase = Mode.LEARN, Phase.EMPTY
+        self._mode = Mode.LEARN
         self._issued: tuple[mx.array, mx.array] | None = None
-        self._new = 0  # rows of the update whose attention is still to come
-        self._queries: mx.array | None = None  # of that attention, until acted upon
-        self._scale = 1.0
-        self._sinks: mx.array | None = None  # learned sink logits of that attention
         self._watch = FiniteWatch()
         self._paths: set[str] = set()
 
@@ -144,9 +138,7 @@ class CompressedKVCache(_Base):
         else:
             out, path = entry.decoded(store, queries, scale, mask, sinks, view)
         self._paths.add(path.value)
-        ev = self._recipe.eviction
-        if self._new and ev is not None and ev.score is not None:
-            self._queries, self._scale, self._sinks = queries, scale, sinks
+        self._life.attended(queries, scale, sinks)
         if not self.shared:  # other readers of this step must find the same rows: settled by the next update
             self.settle()
         # What this call made is computed with its output: nothing lazy is left, which no other thread could compute.
@@ -189,13 +181,13 @@ class CompressedKVCache(_Base):
             raise CacheInputError(f"trim: n={n}; valid: 0 or more")
         if n:
             self.settle()
-            before = self.nbytes if self._config.observers else 0
+            begun = self._life.reporter.begin(self._store)
             self._store.truncate(self.offset - n)
             self.offset -= n
-            self._issued, self._new = None, 0
+            self._issued = None
             if self.offset == 0:
                 self._watch = FiniteWatch()
-            self._emit("trim", (n,), before)
+            self._life.reporter.tell("trim", n, begun, self._store, self.offset)
         return n
 
     @property
@@ -249,6 +241,7 @@ class CompressedKVCache(_Base):
         clone.__dict__.update(self.__dict__)
         clone._store = Store(self._recipe)
         clone._store.copy_from(self._store)
+        clone._life = copy.copy(self._life)
         clone._issued, clone._paths, clone._watch = None, set(self._paths), copy.copy(self._watch)
         return clone
 
@@ -263,7 +256,7 @@ class CompressedKVCache(_Base):
         self._watch.note(keys, values, self.offset)
         self._store.append(keys, values, self.offset)
         self.offset += keys.shape[2]
-        self._new = keys.shape[2]
+        self._life.new = keys.shape[2]
 
     def materialize(self) -> tuple[mx.array, mx.array]:
         """Decoded keys ``(B, H, n, Dk)`` and values ``(B, H, n, Dv)`` of the rows held, in the dtype they came in."""
@@ -273,14 +266,14 @@ class CompressedKVCache(_Base):
         rows = keys.dense(dtype=keys.dtype)
         return view(rows) if view else rows, values.dense(dtype=values.dtype)
 
+    def settle(self) -> None:
+        """Act on the last update, once: observe its queries, drop rows, encode what left the windows."""
+        self._life.settle(self._store, self.offset)
+
     def end_prefill(self) -> None:
         """Tell a policy that the prompt is complete. Only needed where the whole prompt came in one call."""
-        if self._recipe.eviction is not None and not self.empty():
-            self.settle()
-            if self._phase is Phase.PREFILL or self._store.n == self.offset:
-                self._evict()
-            self._seal()
-            self._phase = Phase.DECODE
+        if not self.empty():
+            self._life.end_prefill(self._store, self.offset)
 
     @property
     def positions(self) -> mx.array:
@@ -327,7 +320,7 @@ class CompressedKVCache(_Base):
 
     def arrays(self) -> dict[str, mx.array]:
         """Every array held by name, the method's constants left out: what is stored and what waits to be acted on."""
-        pending = {saved.QUERIES: self._queries, saved.SINKS: self._sinks}
+        pending = {saved.QUERIES: self._life.queries, saved.SINKS: self._life.sinks}
         if self._watch.pending is not None:
             pending[saved.FINITE] = self._watch.pending[1]
         return self._store.arrays() | {name: array for name, array in pending.items() if array is not None}
@@ -372,13 +365,11 @@ class CompressedKVCache(_Base):
             self._layer, head_dim=keys.shape[3], value_dim=values.shape[3], kv_heads=keys.shape[1]
         )
         if layer != self._layer:
-            self._layer, self._recipe = layer, method(self._config.method).recipe(self._config, layer)
-            self._store = Store(self._recipe)
+            self._build(layer)
 
     def use_arrays(self) -> None:
         """Nobody called ``attend`` for the last update: the model has attention code of its own."""
-        ev = self._recipe.eviction
-        if ev is not None and ev.score is not None:
+        if self._life.needs_queries:
             raise QuantizerConfigError(
                 f"method={self._config.method!r} needs the model's queries, but this model's attention does not go "
                 "through mlx_lm's shared attention function. Choose a method that needs no queries."
@@ -404,58 +395,6 @@ class CompressedKVCache(_Base):
         if ev is None or ev.rotation is None or dropped == 0:
             return None
         return lambda keys: ev.in_cache_positions(keys, dropped)
-
-    def settle(self) -> None:
-        """Act on the last update, once: observe its queries, drop rows, encode what left the windows."""
-        new, queries, self._new, self._queries = self._new, self._queries, 0, None
-        if new == 0:
-            return
-        ev, store, capacity = self._recipe.eviction, self._store, self._config.capacity
-        if ev is None:
-            self._seal()
-            return
-        prompt, ends = self._phase is not Phase.DECODE or new > 1, self._phase is Phase.PREFILL and new == 1
-        # Once rows were dropped, queries matter again only from the next turn's prompt on.
-        if queries is not None and (prompt or capacity is not None or store.n == self.offset):
-            ev.observe(store, queries)
-        self._phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
-        if ev.bounded or ends or (capacity is not None and store.n > capacity):
-            self._evict()
-        if ev.bounded or self._phase is Phase.DECODE:
-            self._seal()
-
-    def _evict(self) -> None:
-        ev, store = self._recipe.eviction, self._store
-        assert ev is not None
-        before, begun = self.nbytes if self._config.observers else 0, time.perf_counter()
-        dropped = ev.drop(store, self._scale, self._sinks)
-        if not dropped:
-            return
-        if not ev.bounded:
-            if self._config.capacity is None:
-                ev.forget(store)
-            mx.eval(list(store.arrays().values()))
-        self._emit("evict", (dropped,), before, begun)
-
-    def _seal(self) -> None:
-        before, begun = self.nbytes if self._config.observers else 0, time.perf_counter()
-        if rows := self._store.seal():
-            self._emit("encode", (rows,), before, begun)
-
-    def _emit(self, stage: str, shape: tuple[int, ...], before: int, begun: float | None = None) -> None:
-        """Tell the observers. They see real times: with observers attached, every event waits for the device."""
-        if not self._config.observers:
-            return
-        mx.eval(list(self._store.arrays().values()))
-        event = QuantizationEvent(
-            stage=stage,
-            input_shape=shape,
-            elapsed_ms=0.0 if begun is None else (time.perf_counter() - begun) * 1e3,
-            memory_delta_bytes=self.nbytes - before,
-            metadata={"method": self._config.method, "layer": self._layer.index, "offset": self.offset},
-        )
-        for observer in self._config.observers:
-            observer.on_event(event)
 
 
 # mlx_lm's load_prompt_cache and CacheList look classes up by name in their own module.

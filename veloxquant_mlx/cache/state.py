@@ -14,6 +14,7 @@ import numpy as np
 from ..core.exceptions import CacheStateError
 from ..core.types import LayerInfo, Recipe
 from ..models.rope import Rotation, UnknownRotation
+from .lifecycle import Phase
 
 if TYPE_CHECKING:
     from .layer import CompressedKVCache
@@ -37,9 +38,9 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
         "unsaved": unsaved(cache),
         "layer": _layer_values(cache._layer),
         "offset": cache.offset,
-        "phase": cache._phase.name,
-        "scale": cache._scale,
-        "new": cache._new,
+        "phase": cache._life.phase.name,
+        "scale": cache._life.scale,
+        "new": cache._life.new,
         "unchecked": None if pending is None else pending[0],
         "rows": cache._store.counts(),
         "kind": [(s.batch, s.heads, s.dim, _dtype_name(s.dtype)) for s in (cache._store.keys, cache._store.values)],
@@ -51,8 +52,6 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
 def unpack(cache: CompressedKVCache, state: Any) -> None:
     """Make ``cache`` what ``pack`` saw. Raises CacheStateError for anything that ``pack`` did not write."""
     from .base import KVCacheConfig
-    from .layer import Phase
-    from .registry import method
 
     header = _header(state)
     names, arrays = header["names"], list(state[1:])
@@ -70,14 +69,14 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     if isinstance(config.bit_width_inlier, tuple):
         config.bit_width_inlier = list(config.bit_width_inlier)
     layer = LayerInfo(**header["layer"] | {"rope": _rope(header["layer"]["rope"])})
-    recipe = method(config.method).recipe(config, layer)
-    cache._config, cache._layer, cache._recipe = config, layer, recipe
+    cache._config = config
+    cache._build(layer)
     cache._reset()
-    cache.offset, cache._phase, cache._scale = header["offset"], Phase[header["phase"]], header["scale"]
-    cache._new = header["new"]
+    cache.offset, life = header["offset"], cache._life
+    life.phase, life.scale, life.new = Phase[header["phase"]], header["scale"], header["new"]
     # Array objects of our own: buffers are written in place, and the state's arrays belong to whoever holds them.
     held = {name: mx.array(array) for name, array in zip(names, arrays, strict=True)}
-    cache._queries, cache._sinks = held.pop(QUERIES, None), held.pop(SINKS, None)
+    life.queries, life.sinks = held.pop(QUERIES, None), held.pop(SINKS, None)
     if FINITE in held:
         cache._watch.pending = (header["unchecked"], held.pop(FINITE))
     store = cache._store

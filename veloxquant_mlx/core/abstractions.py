@@ -80,7 +80,7 @@ class ArtifactStore(ABC):
 
 
 class QuantizationObserver(ABC):
-    """Receives an event for every encode, seal, evict and trim of a cache."""
+    """Receives an event for every encode, evict and trim of a cache."""
 
     @abstractmethod
     def on_event(self, event: QuantizationEvent) -> None:

@@ -14,8 +14,9 @@ from ..core.abstractions import QuantizationObserver
 class QuantizationEvent:
     """One piece of work of a cache.
 
-    ``stage`` is "encode", "seal", "evict" or "trim"; ``input_shape`` the shape worked on, ``(B, H, S, D)`` for rows;
-    ``memory_delta_bytes`` the bytes that the cache holds more (or fewer, negative) than before.
+    ``stage`` is "encode" (rows left their window and were sealed), "evict" or "trim"; ``input_shape`` is ``(n,)``: the
+    rows encoded (of keys and values together), dropped per head, or tokens trimmed. ``memory_delta_bytes`` are the
+    bytes that the cache holds more (or fewer, negative) than before.
     """
 
     stage: str
