@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, split, stored_bytes, tensors
+from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.report import cache_report
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module, str, bytes)
@@ -88,6 +89,9 @@ def test_report_adds_up() -> None:
     assert report.nbytes == sum(stored_bytes(c) for c in caches) + sum(shared.values())
     twice = cache_report([caches[0], copy.deepcopy(caches[0])])
     assert twice.nbytes == caches[0].nbytes + stored_bytes(caches[0]) and twice.layers[1].fixed == 0
+    batch = cache_report([CompressedBatchCache([caches[0], copy.deepcopy(caches[0])])])
+    assert batch.nbytes == twice.nbytes and batch.uncompressed == twice.uncompressed and len(batch.layers) == 1
+    assert (batch.layers[0].method, batch.layers[0].tokens) == (ROWS[0].method, 320)
     assert report.uncompressed == len(caches) * 160 * 2 * (64 + 64) * 2
     assert report.ratio == report.uncompressed / report.nbytes
     text = str(report)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..models.inspect import NATIVE_REASONS
+from .batch import CompressedBatchCache
 from .layer import CompressedKVCache
-
-# Why a layer of this cache class is not ours to compress.
-_NATIVE = {
-    "RotatingKVCache": "sliding window: bounded by the model's own cache",
-    "ChunkedKVCache": "chunked attention: bounded by the model's own cache",
-    "ArraysCache": "recurrent state: no keys and values",
-    "CacheList": "several states in one layer: left to the model",
-    "KVCache": "uncompressed: the model's own cache",
-}
 
 
 @dataclass(frozen=True)
 class LayerReceipt:
-    """One entry of the cache list.
+    """One entry of the cache list; a batch is the sum of its sequences.
 
     ``packed``, ``window``, ``index`` and ``fixed`` are bytes held: codes and their parameters; float rows; positions
     and what a policy remembers; constants such as rotations and tables. ``uncompressed`` is what 16-bit keys and
@@ -89,7 +82,7 @@ class CacheReport:
 
 
 def cache_report(caches: Sequence[Any]) -> CacheReport:
-    """The receipt of a list of caches, one entry per cache, those of mlx_lm included.
+    """The receipt of a list of caches, one entry per cache, batches and those of mlx_lm included.
 
     A constant that several layers share is counted once, at the first of them; each cache's own ``nbytes`` has it in.
     """
@@ -112,10 +105,28 @@ def _receipt(cache: Any, counted: set[int]) -> LayerReceipt:
             attention=tuple(seen["attention"]),
             notes=tuple(seen["notes"]),
         )
+    if isinstance(cache, CompressedBatchCache):
+        return _joined([_receipt(row, counted) for row in cache.rows])
     name = type(cache).__name__
     tokens = cache.size() if hasattr(cache, "size") else 0
-    reason = _NATIVE.get(name, f"{name}: left to the model")
+    plain = "uncompressed: the model's own cache" if name == "KVCache" else f"{name}: left to the model"
+    reason = NATIVE_REASONS.get(name, plain)
     return LayerReceipt("-", tokens, tokens, 0, 0 if cache.empty() else cache.nbytes, 0, 0, 0, (reason,), ())
+
+
+def _joined(rows: list[LayerReceipt]) -> LayerReceipt:
+    """The receipt of a batch: everything summed over its sequences."""
+
+    def union(texts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(text for part in texts for text in part))
+
+    sums = ("tokens", "rows", "packed", "window", "index", "fixed", "uncompressed")
+    return LayerReceipt(
+        method=rows[0].method if rows else "-",
+        **{name: sum(getattr(row, name) for row in rows) for name in sums},
+        attention=union(row.attention for row in rows),
+        notes=union(row.notes for row in rows),
+    )
 
 
 def _runs(layers: Sequence[LayerReceipt]) -> list[tuple[int, int, LayerReceipt]]:

@@ -24,7 +24,8 @@ from .probe import probe
 
 _CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
 _RECURRENT = ("ArraysCache", "MambaCache")
-_NATIVE_REASONS = {
+# Why the caches of these classes are left alone; the receipt says it too.
+NATIVE_REASONS = {
     "RotatingKVCache": "sliding window: bounded by the model's own cache",
     "ChunkedKVCache": "chunked attention: bounded by the model's own cache",
     "CacheList": "several caches in one slot: left to the model",
@@ -169,7 +170,7 @@ def _why_native(native: Any, layer: Any, attention: Any) -> str:
     """Why a slot keeps the model's own cache; "" if it gets compressed."""
     kind = _kind(native)
     if kind != "KVCache":
-        return _NATIVE_REASONS.get(kind, f"{type(native).__name__}: not a plain key-value cache")
+        return NATIVE_REASONS.get(kind, f"{type(native).__name__}: not a plain key-value cache")
     if attention is None:
         return "no attention"
     return "latent attention (MLA)" if _is_latent(layer) else ""
