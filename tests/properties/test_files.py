@@ -7,7 +7,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from tests.matrix import IDS, ROWS, Row, identical, same_state
 from tests.models import tiny
@@ -87,19 +89,23 @@ def test_bad_files_are_refused(change: str, tmp_path: Path) -> None:
 
 
 def test_bit_flips_anywhere(tmp_path: Path) -> None:
-    """Sixty flips over the whole file, header and names included: refused, or of no consequence."""
+    """Sixty flips over the whole file, header and names included: nearly all refused, the rest of no consequence."""
     model, file = MODELS["gemma3_text"], tmp_path / "prompt.safetensors"
     caches = filled(model, ROWS[0])
     save_cache(file, caches)
-    data = file.read_bytes()
+    data, refused = file.read_bytes(), 0
     for i in range(60):
         at = i * len(data) // 60 if i % 2 else i * 40
         file.write_bytes(data[:at] + bytes([data[at] ^ (1 << i % 7)]) + data[at + 1 :])
         try:
             loaded = load_cache(file, model)
         except CacheStateError:
+            refused += 1
             continue
-        assert all(a.offset == b.offset and a.nbytes == b.nbytes for a, b in zip(caches, loaded, strict=True))
+        for a, b in zip(caches, loaded, strict=True):
+            for x, y in zip(tree_flatten(a.state), tree_flatten(b.state), strict=True):
+                assert identical(x[1], y[1]) if isinstance(x[1], mx.array) else x == y
+    assert refused >= 50  # what is left are spaces and names that nobody reads
 
 
 def test_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

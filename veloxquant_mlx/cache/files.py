@@ -16,11 +16,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_cache
 
 from ..core.exceptions import CacheStateError
-from ..models.inspect import cache_slots
+from ..models.inspect import Slot, cache_slots
 from ..models.rope import Rotation
 from .layer import CompressedKVCache
 
 FORMAT = 1
+AGAIN = "Make the cache again from the prompt."
 _KEY, _SUM = "veloxquant_mlx", "sha256"
 _NAMES = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
 
@@ -38,10 +39,13 @@ def save_cache(path: str | Path, caches: Sequence[Any], model: Any = None) -> No
         name = type(cache).__name__
         if getattr(mlx_cache, name, None) is not type(cache):
             raise CacheStateError(
-                f"cache {i} is a {name}, which a file cannot hold. Save a batch's sequences one by one: extract(i)."
+                f"cache {i} is a {name}, which a file cannot hold: it must be a cache that for_model or mlx_lm makes. "
+                "Save a batch's sequences one by one: extract(i)."
             )
         if isinstance(cache, CompressedKVCache) and (lost := cache.unsaved()):
-            raise CacheStateError(f"cache {i} was made with {', '.join(lost)}, which a file cannot hold.")
+            raise CacheStateError(
+                f"cache {i} was made with {', '.join(lost)}, which a file cannot hold. Build the caches without it."
+            )
         scalars = {}
         for key, leaf in tree_flatten(cache.state):
             if isinstance(leaf, mx.array):
@@ -70,10 +74,10 @@ def load_cache(path: str | Path, model: Any) -> list[Any]:
     arrays, header = _read(Path(path))
     weights = header["weights"]
     if weights is not None and weights != fingerprint(model):
-        raise CacheStateError(f"{path} was made with other weights than this {type(model).__name__}'s.")
+        raise CacheStateError(f"{path} was made with other weights than this {type(model).__name__}'s. {AGAIN}")
     slots = cache_slots(model)
     if len(slots) != len(header["layers"]):
-        raise CacheStateError(f"{path} holds {len(header['layers'])} caches; this model uses {len(slots)}.")
+        raise CacheStateError(f"{path} holds {len(header['layers'])} caches; this model uses {len(slots)}. {AGAIN}")
     caches = []
     for i, (layer, slot) in enumerate(zip(header["layers"], slots, strict=True)):
         leaves: list[tuple[str, Any]] = [
@@ -85,7 +89,7 @@ def load_cache(path: str | Path, model: Any) -> list[Any]:
             _check_layer(path, i, cache, slot)
         elif type(cache) is not type(slot.native):
             raise CacheStateError(
-                f"{path}: cache {i} is a {layer['class']}; this model uses a {type(slot.native).__name__} there."
+                f"{path}: cache {i} is a {layer['class']}; this model has a {type(slot.native).__name__} there. {AGAIN}"
             )
         caches.append(cache)
     return caches
@@ -101,21 +105,25 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _check_layer(path: str | Path, i: int, cache: CompressedKVCache, slot: Any) -> None:
+def _check_layer(path: str | Path, i: int, cache: CompressedKVCache, slot: Slot) -> None:
     """The layer that the cache was fed by must be the layer that it is now for."""
     if slot.layer is None:
-        raise CacheStateError(f"{path}: cache {i} is compressed; this model leaves that layer alone ({slot.reason}).")
+        raise CacheStateError(
+            f"{path}: cache {i} is compressed; this model leaves that layer alone ({slot.reason}). {AGAIN}"
+        )
     fed, now = cache.layer, slot.layer
     for name in ("head_dim", "kv_heads"):
         a, b = getattr(fed, name), getattr(now, name)
         if a is not None and b is not None and a != b:
-            raise CacheStateError(f"{path}: cache {i} was fed by a layer with {name}={a}; this model's has {b}.")
+            raise CacheStateError(
+                f"{path}: cache {i} was fed by a layer with {name}={a}; this model's has {b}. {AGAIN}"
+            )
     if (
         isinstance(fed.rope, Rotation)
         and isinstance(now.rope, Rotation)
         and not np.allclose(fed.rope.rate, now.rope.rate)
     ):
-        raise CacheStateError(f"{path}: cache {i} was fed by a layer whose positions turn at another rate.")
+        raise CacheStateError(f"{path}: cache {i} was fed by a layer whose positions turn at another rate. {AGAIN}")
 
 
 def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
@@ -125,11 +133,11 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
     except (RuntimeError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        raise CacheStateError(f"{path} cannot be read as a safetensors file; it may be truncated.") from error
+        raise CacheStateError(f"{path} cannot be read as a safetensors file; it may be truncated. {AGAIN}") from error
     if _KEY not in metadata:
-        raise CacheStateError(f"{path} was not written by veloxquant_mlx.save_cache.")
+        raise CacheStateError(f"{path} was not written by veloxquant_mlx.save_cache. {AGAIN}")
     if metadata.get(_SUM) != _checksum(metadata[_KEY], arrays):
-        raise CacheStateError(f"{path} is damaged: its checksum does not match. Make the cache again from the prompt.")
+        raise CacheStateError(f"{path} is damaged: its checksum does not match. {AGAIN}")
     header = json.loads(metadata[_KEY])
     if header["format"] != FORMAT:
         raise CacheStateError(
