@@ -70,7 +70,11 @@ class Alone:
 
 def figures(server: Server) -> dict[str, float]:
     """What /metrics says, without the common prefix of the names."""
-    with urlopen(server.url + "/metrics", timeout=10) as answer:
+    return figures_at(server.url)
+
+
+def figures_at(url: str) -> dict[str, float]:
+    with urlopen(url + "/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.removeprefix("veloxquant_"): float(value) for name, value in pairs}

@@ -60,6 +60,23 @@ def test_eight_at_a_time_answer_as_one_alone(folder: Path, config: KVCacheConfig
         assert server.engine.model_provider.is_batchable
 
 
+# sliding window, soft-cap (one sequence at a time), attention sinks, recurrent layers between, partial rotation
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma2", "gpt_oss", "qwen3_next", "phi3"])
+def test_other_kinds_of_models(tmp_path: Path, name: str) -> None:
+    place = make_folder(tmp_path / name, name)
+    alone, prompts = Alone(place, KIVI), [text(n, seed=n) for n in (70, 3, 41)]
+    with Server(options(place, prompt_cache_size=0), KIVI) as server, ThreadPoolExecutor(3) as pool:
+        openai = client(server)
+        for prompt, answer in zip(prompts, pool.map(lambda p: complete(openai, p, 6), prompts), strict=True):
+            assert answer == alone.complete(prompt, 6)
+        assert server.engine.model_provider.is_batchable == (name != "gemma2")
+        with openai.completions.create(model="default_model", prompt="w1 w2", max_tokens=10**4, stream=True) as parts:
+            next(iter(parts))
+            found = figures(server)
+            assert found["live_cache_bytes"] > 0
+            assert (found["live_native_cache_bytes"] > 0) == (name in ("gemma3_text", "gpt_oss", "qwen3_next"))
+
+
 def test_chat_streams_what_it_answers(server: Server, alone: Alone) -> None:
     openai = client(server)
     messages: Any = [{"role": "system", "content": "w9 w8"}, {"role": "user", "content": text(10, 7)}]
@@ -102,6 +119,16 @@ def test_the_second_turn_computes_only_what_is_new(folder: Path, config: KVCache
         assert 0 < stored == server.engine.prompt_cache.nbytes
         for entry in stored_caches(server):
             assert all(type(cache) is CompressedKVCache for cache in entry)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_common_system_prompt_is_computed_once(folder: Path, config: KVCacheConfig) -> None:
+    """Also by methods that cannot go back: mlx_lm stores what it has at the end of the system prompt."""
+    with Server(options(folder), config) as server:
+        for seed, least in ((1, 0), (2, 140)):
+            messages: Any = [{"role": "system", "content": text(140, 1)}, {"role": "user", "content": text(9, seed)}]
+            answer: Any = client(server).chat.completions.create(model="default_model", messages=messages, max_tokens=4)
+            assert answer.usage.prompt_tokens_details.cached_tokens >= least
 
 
 def stored_caches(server: Server) -> Iterator[list[Any]]:

@@ -33,14 +33,17 @@ class Held:
 
 
 def held(caches: Iterable[Any]) -> Held:
-    """The bytes of ``caches``, batches and lists of caches included."""
+    """The bytes of ``caches``, batches and lists of caches included; constants that they share count once."""
     ours = native = wide = 0
+    constants: dict[int, int] = {}
     for cache in _parts(caches):
         if isinstance(cache, CompressedKVCache):
-            ours, wide = ours + cache.nbytes, wide + 2 * cache.describe()["elements"]
+            ours += sum(array.nbytes for array in cache.arrays().values())
+            wide += 2 * cache.describe()["elements"]
+            constants |= {id(array): array.nbytes for array in cache.constants()}
         else:
             native += 0 if cache.empty() else cache.nbytes
-    return Held(ours, wide, native)
+    return Held(ours + sum(constants.values()), wide, native)
 
 
 def _parts(caches: Iterable[Any]) -> Iterator[Any]:
