@@ -13,8 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
-from ..core.types import LayerInfo
-from ..methods._method import is_int
+from ..core.types import LayerInfo, is_int
 from ._flat import OWNER, FlatConfig
 from .registry import MethodName, method
 

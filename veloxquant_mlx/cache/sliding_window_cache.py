@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..core.abstractions import KVCache
 from ..core.exceptions import CacheStateError, QuantizerConfigError
-from ..methods._method import is_int
+from ..core.types import is_int
 
 
 class SlidingWindowKVCache(KVCache):

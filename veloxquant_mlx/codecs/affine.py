@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
+from ..core.types import is_int
 from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
 from .packing import check_bits, lookup, lookup_table, pack, padded, row_multiple
 
@@ -35,7 +36,7 @@ class _Affine(Codec):
 
     def __init__(self, bits: int, group: int) -> None:
         self.bits = check_bits(bits)
-        if isinstance(group, bool) or not isinstance(group, int) or group < 2:
+        if not is_int(group) or group < 2:
             raise QuantizerConfigError(f"group={group!r}: must be an int of at least 2, for example 32, 64 or 128")
         self.group = group
         self._table = lookup_table(np.arange(1 << bits), bits)

@@ -11,6 +11,7 @@ import numpy as np
 from scipy import linalg, special
 
 from ..core.exceptions import QuantizerConfigError
+from ..core.types import is_int
 
 
 def _cells(edges: np.ndarray, dim: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -117,5 +118,5 @@ def residual_levels(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check(bits: int, most: int) -> None:
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= most:
-        raise QuantizerConfigError(f"bits={bits!r}: must be an int from 1 to {most}")
+    if not is_int(bits) or not 1 <= bits <= most:
+        raise QuantizerConfigError(f"bits={bits!r}: must be an int from 1 to {most}. Choose a width in that range.")

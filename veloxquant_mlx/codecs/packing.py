@@ -13,14 +13,15 @@ import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
+from ..core.types import is_int
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
-def check_bits(bits: int, field: str = "bits", valid: tuple[int, ...] = BITS) -> int:
+def check_bits(bits: int) -> int:
     """``bits``, or ``QuantizerConfigError`` where no codec packs that width."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in valid:
-        raise QuantizerConfigError(f"{field}={bits!r}: must be one of {valid}. Choose a width from that list.")
+    if not is_int(bits) or bits not in BITS:
+        raise QuantizerConfigError(f"bits={bits!r}: must be one of {BITS}. Choose a width from that list.")
     return bits
 
 

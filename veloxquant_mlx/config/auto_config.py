@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..cache.base import KVCacheConfig
 from ..core.exceptions import QuantizerConfigError
-from ..methods._method import is_int
+from ..core.types import is_int
 
 SHORT_CONTEXT_TOKENS = 2048
 LONG_CONTEXT_TOKENS = 16384

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import mlx.core as mx
 
@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from ..codecs.base import Codec
     from ..models.rope import Rotation, UnknownRotation
     from ..policies.eviction import Eviction
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """True for a plain int (what a saved cache can hold); a bool is not an integer here."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

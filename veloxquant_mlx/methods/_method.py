@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core.exceptions import QuantizerConfigError
+from ..core.types import is_int
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
@@ -20,11 +21,6 @@ class Valid:
 
     text: str
     accepts: Callable[[Any], bool]
-
-
-def is_int(value: Any) -> TypeGuard[int]:
-    """True for a plain int (what a saved cache can hold); a bool is not an integer here."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def ints(low: int, high: int | None = None) -> Valid:
@@ -104,11 +100,6 @@ class MethodInfo:
     def needs_queries(self) -> bool:
         """True when the method cannot work without the model's real queries, whatever its options."""
         return "real queries" in self.needs and "only" not in self.needs
-
-    @property
-    def two_stream(self) -> bool:
-        """True when the method can give outlier channels bits of their own."""
-        return "bit_width_outlier" in self.reads
 
 
 # The shared fields of the two-stream split (TurboQuant, arXiv:2504.19874).

@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from ..attention import hook
 from ..core.exceptions import QuantizerConfigError
-from ..core.types import LayerInfo
+from ..core.types import LayerInfo, is_int
 from .probe import probe
 
 _CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
@@ -213,7 +213,7 @@ def _is_latent(layer: Any) -> bool:
 def _first(source: Any, *names: str) -> int | None:
     """The first of ``names`` that ``source`` has as a positive int."""
     values = (getattr(source, name, None) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+    return next((v for v in values if is_int(v) and v > 0), None)
 
 
 def _geometry(attention: Any, args: Any) -> LayerInfo:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
+from ..core.types import is_int
 from .base import Transform
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def hadamard_is_safe(dim: int) -> bool:
 
 
 def _generator(seed: int, tag: int) -> np.random.Generator:
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise QuantizerConfigError(f"seed={seed!r}: must be an int of at least 0")
+    if not is_int(seed) or seed < 0:
+        raise QuantizerConfigError(f"seed={seed!r}: must be an int of at least 0. The default is 42.")
     # A spawn key, as [seed, 0] would give the very numbers of default_rng(seed), with which people make test data.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(tag,))))
 
