@@ -57,12 +57,14 @@ class WindowAttention(Score):
         if self.batched and not self.decoded:
             seen = self._seen(store.keys.scores(rows), window, sinks)
         else:
-            keys, step = store.keys.dense(dtype=mx.float32), h if self.batched else 1
+            # One head at a time is also cast by itself: float32 copies of all heads' keys would be the larger scratch.
+            keys, step = store.keys.dense(dtype=mx.float32 if self.batched else None), h if self.batched else 1
             parts: list[mx.array] = []
             for head in range(0, h, step):
                 one = mx.depends([rows[:, head : head + step]], parts[-1:])[0]
                 share = None if sinks is None else sinks.reshape(h, -1)[head : head + step]
-                parts.append(self._seen(one @ keys[:, head : head + step].swapaxes(-1, -2), window, share))
+                some = keys[:, head : head + step].astype(mx.float32)
+                parts.append(self._seen(one @ some.swapaxes(-1, -2), window, share))
             seen = mx.concatenate(parts, axis=1)
         pooled = pool(seen, self.kernel, self.pooling)
         return mx.concatenate([pooled, mx.full((b, h, window), mx.inf)], axis=-1)
