@@ -64,8 +64,8 @@ MethodName = Literal[
 ]
 METHODS: tuple[str, ...] = get_args(MethodName)
 
-# Shared fields that every method honours (``store`` where it has something to keep). The kernel switches have rules
-# of their own, and ``sliding_window`` belongs to the standalone methods.
+# Shared fields that every method takes (``seed`` and ``store`` count where something is random or worth keeping). The
+# kernel switches have rules of their own, and ``sliding_window`` belongs to the standalone methods.
 COMMON = (
     "method",
     "head_dim",

@@ -1,7 +1,7 @@
 """ChunkKV: keep or drop whole chunks of neighbouring tokens; layers may share the selection.
 
 Paper: Liu et al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
-NeurIPS 2025, arXiv:2502.00299. Paper setting: chunks of 10, no sinks, selection shared by 2 layers.
+NeurIPS 2025, arXiv:2502.00299. Paper setting: chunks of 10, no sinks. Uncertain: that 2 layers share a selection there.
 """
 
 from __future__ import annotations

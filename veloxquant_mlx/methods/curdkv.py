@@ -1,7 +1,8 @@
 """CurDKV: leverage scores of keys and values (an approximate CUR decomposition) choose what stays.
 
 Paper: Sengupta, Chaudhary, Chakraborty, "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition",
-NeurIPS 2025, arXiv:2509.15038. ``curdkv_rope_base`` is kept for compatibility and has no effect.
+NeurIPS 2025, arXiv:2509.15038. ``curdkv_rope_base`` is kept for compatibility and has no effect. Uncertain: whether the
+paper normalises scores in local windows.
 """
 
 from __future__ import annotations

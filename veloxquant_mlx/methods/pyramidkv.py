@@ -1,7 +1,7 @@
 """PyramidKV: SnapKV's selection with more tokens in early layers and fewer in late ones.
 
 Paper: Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-arXiv:2406.02069. Paper setting: pyramid_beta = 20.
+arXiv:2406.02069. Paper setting: pyramid_beta = 20. Uncertain: the venue.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Paper: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", NeurIPS 2024, arXiv:2404.14469.
 Protected sinks are our addition (paper: snap_n_sink = 0), as is choosing again after later turns of a chat.
+
+The first call of a single token after a longer one ends the prompt, as mlx_lm feeds the last token by itself. Where a
+prefill step happens to hold one token, the choice is made one token early; with steps of one token nothing is dropped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """StreamingLLM: the first tokens (attention sinks) and a sliding window, with positions counted inside the cache.
 
-Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, arXiv:2309.17453.
+Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, arXiv:2309.17453. Rows go
+after a call, so a chunk of a prompt sees its own older tokens beyond the window, which the paper's mask hides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """SVDq: principal components of the keys before RoPE, bits falling from 8 to 0 along them; values stay as they are.
 
-Paper: Yankun et al., "SVDq: 1.25-bit and 410x Key Cache Compression for LLM Attention", arXiv:2502.15304 (preprint).
+Paper: Hong et al., "SVDq: 1.25-bit and 410x Key Cache Compression for LLM Attention", arXiv:2502.15304 (preprint).
+Components per head are our design; the paper's are of all heads together (uncertain).
 """
 
 from __future__ import annotations
