@@ -36,7 +36,8 @@ def test_every_entry_point_compresses(row: Row) -> None:
     for _ in range(2):  # every request has caches of its own
         assert greedy(model, prompt, 6)[0] == expected
         assert generate(model, word_tokenizer(), token_list(PROMPT), max_tokens=6) == text
-    out = batch_generate(model, word_tokenizer(), [token_list(PROMPT)] * 2, max_tokens=6, return_prompt_caches=True)
+    prompts = [token_list(PROMPT)] * 2
+    out: Any = batch_generate(model, word_tokenizer(), prompts, max_tokens=6, return_prompt_caches=True)
     assert out.texts == [text] * 2
     assert {type(c) for caches in out.caches for c in caches} == {CompressedKVCache}
     attachment.detach()

@@ -75,7 +75,7 @@ def test_batch_generate(row: Row) -> None:
     model, counts = tiny.build("llama"), [12, 5, 9]
     expected = [alone(model, row, p, n + 3) for p, n in zip(PROMPTS, counts, strict=True)]
     with attach(model, config(row)):
-        out = batch_generate(
+        out: Any = batch_generate(
             model,
             TOKENIZER,
             PROMPTS,
@@ -132,14 +132,12 @@ def test_histories_are_not_touched(row: Row, llama: Any) -> None:
         histories.append(caches)
     twins = copy.deepcopy(histories)
     how: dict[str, Any] = {"max_tokens": 6, "return_token_ids": True, "prefill_step_size": STEP, "sampler": lively}
-    runs = [
-        batch_generate(llama, TOKENIZER, [p[:40] for p in PROMPTS], prompt_caches=histories, **how).token_ids
-        for _ in range(2)
-    ]
+    prompts = [p[:40] for p in PROMPTS]
+    runs: Any = [batch_generate(llama, TOKENIZER, prompts, prompt_caches=histories, **how).token_ids for _ in range(2)]
     assert runs[0] == runs[1]
-    for caches, twin, prompt, tokens in zip(histories, twins, PROMPTS, runs[0], strict=True):
+    for caches, twin, prompt, tokens in zip(histories, twins, prompts, runs[0], strict=True):
         assert all(same_state(a, b) and a.offset == b.offset for a, b in zip(caches, twin, strict=True))
-        assert alone(llama, row, prompt[:40], 6, prompt_cache=caches) == tokens
+        assert alone(llama, row, prompt, 6, prompt_cache=caches) == tokens
 
 
 # ------------------------------------------------------------------------------------------------ neighbours and memory
@@ -181,13 +179,12 @@ def test_a_merge_holds_what_its_parts_held(row: Row, llama: Any) -> None:
     """Real memory, not a sum of claims: parts given up, one step taken so that nothing is shared any more."""
     base = settled()
     parts = [caches_of(llama, row) for _ in range(3)]
-    for cache, n in zip(parts, (1000, 300, 1000), strict=True):
-        prefill(llama, cache, tiny.tokens(n, seed=n), STEP)
-        decode(llama, cache, tiny.tokens(1))  # room to grow is taken now, as in the batch
+    for i, n in enumerate((1000, 300, 1000)):
+        prefill(llama, parts[i], tiny.tokens(n, seed=n), STEP)
+        decode(llama, parts[i], tiny.tokens(1))  # room to grow is taken now, as in the batch
     held, claimed = settled() - base, sum(c.nbytes for cache in parts for c in cache)
     batch: list[Any] = [CompressedBatchCache.merge(layer) for layer in zip(*parts, strict=True)]
     parts.clear()
-    del cache
     mx.eval(llama(mx.zeros((3, 1), dtype=mx.int32), cache=batch))
     merged = settled() - base
     assert merged <= 1.1 * held and sum(c.nbytes for c in batch) <= 1.1 * claimed
@@ -238,7 +235,8 @@ STOCK_DIFFERS = ("nemotron_h", "afm7", "jamba")
 
 def batched(model: Any, prompts: list[list[int]], caches: list[list[Any]], n: int = 6) -> list[list[int]]:
     how: dict[str, Any] = {"max_tokens": n, "return_token_ids": True, "prefill_step_size": STEP, "sampler": lively}
-    return batch_generate(model, TOKENIZER, prompts, prompt_caches=caches, **how).token_ids
+    out: Any = batch_generate(model, TOKENIZER, prompts, prompt_caches=caches, **how)
+    return out.token_ids
 
 
 @pytest.mark.parametrize("row", SOME, ids=FIRST)

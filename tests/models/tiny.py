@@ -101,6 +101,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {**_BASE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2},
     ),
+    "gemma3": (
+        "gemma3",
+        {
+            "text_config": {
+                **_BASE,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "sliding_window": 8,
+                "sliding_window_pattern": 2,
+            },
+            "vocab_size": VOCAB,
+        },
+    ),
     "gemma3n": ("gemma3n", {"text_config": _GEMMA3N}),
     "gemma4_text": (
         "gemma4_text",
@@ -148,6 +162,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "scale_emb": 12,
             "max_position_embeddings": 256,
             "rope_scaling": _LONG,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **_BASE,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "first_k_dense_replace": 2,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
         },
     ),
     "deepseek_v3": (
