@@ -29,6 +29,7 @@ def filled(model: Any, row: Row) -> list[Any]:
     return caches
 
 
+@pytest.mark.covers("save/load")
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip(row: Row, name: str, tmp_path: Path) -> None:

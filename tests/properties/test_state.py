@@ -28,6 +28,7 @@ def test_state_at_any_time(row: Row) -> None:
         mx.eval(cache.state)
 
 
+@pytest.mark.covers("deepcopy")
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 @pytest.mark.parametrize("tokens", [0, 20, 250])
 def test_copies_are_independent(row: Row, tokens: int) -> None:

@@ -46,6 +46,7 @@ def alone(folder: Path) -> Alone:
     return Alone(folder, KIVI)
 
 
+@pytest.mark.covers("server")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_eight_at_a_time_answer_as_one_alone(folder: Path, config: KVCacheConfig) -> None:
     """Prompts of 1 to 300 tokens; half of the clients stream. The prompt cache is off: it changes where chunks end."""
