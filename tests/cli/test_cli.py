@@ -11,7 +11,7 @@ from tests.conftest import MODELS
 from veloxquant_mlx import __version__
 from veloxquant_mlx.cache.registry import METHODS, method
 from veloxquant_mlx.cli import app, doctor, generate
-from veloxquant_mlx.cli.text import size
+from veloxquant_mlx.core.text import size
 from veloxquant_mlx.models.gguf import ensure_model
 
 RUNNER = CliRunner()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.text import size
 from ..models.inspect import NATIVE_REASONS
 from .batch import CompressedBatchCache
 from .layer import CompressedKVCache
@@ -67,7 +68,7 @@ class CacheReport:
         for first, last, layer in _runs(self.layers):
             ratio = f"{layer.uncompressed / layer.nbytes:.2f}" if layer.uncompressed and layer.nbytes else "-"
             span = str(first) if first == last else f"{first}-{last}"
-            sizes = (_size(n) for n in (layer.packed, layer.window, layer.index, layer.fixed))
+            sizes = (size(n) for n in (layer.packed, layer.window, layer.index, layer.fixed))
             how = "; ".join(layer.attention)
             rows.append((span, layer.method, str(layer.tokens), str(layer.rows), *sizes, ratio, how))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -75,7 +76,7 @@ class CacheReport:
         notes = dict.fromkeys(note for layer in self.layers for note in layer.notes)
         lines += [f"note: {note}" for note in notes]
         lines.append(
-            f"held {_size(self.nbytes)} in {len(self.layers)} layers; compressed layers are {self.ratio:.2f}x smaller "
+            f"held {size(self.nbytes)} in {len(self.layers)} layers; compressed layers are {self.ratio:.2f}x smaller "
             "than 16-bit keys and values of the same tokens"
         )
         return "\n".join(lines)
@@ -138,11 +139,3 @@ def _runs(layers: Sequence[LayerReceipt]) -> list[tuple[int, int, LayerReceipt]]
         else:
             runs.append((i, i, layer))
     return runs
-
-
-def _size(n: int) -> str:
-    """Bytes with a unit of 1024."""
-    size, units = float(n), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{n} B" if units[0] == "B" else f"{size:.2f} {units[0]}"

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cache.base import KVCacheBuilder, KVCacheConfig
+from ..core.text import size
 from ..models.gguf import SOURCES, ensure_model
 from ..quality import Measurement, Reference, measure, reference, store_as
 from .generate import load, prompt_ids
-from .text import size
 
 QUESTION = "What is the secret password of the lighthouse?"
 FACT = "marigold"

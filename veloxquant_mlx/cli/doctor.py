@@ -18,7 +18,7 @@ from .. import __version__
 from ..cache.base import KVCacheBuilder, KVCacheConfig
 from ..cache.registry import METHODS, method
 from ..config import detect_hardware_info
-from .text import size
+from ..core.text import size
 
 State = Literal["ok", "slow", "broken"]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..cache.base import KVCacheBuilder, KVCacheConfig
 from ..core.exceptions import ArtifactNotFoundError, CacheInputError
-from .text import size
+from ..core.text import size
 
 
 def location(name: str) -> str:

@@ -22,7 +22,7 @@ from ..cache.base import KVCacheConfig
 from ..cache.registry import METHODS, method
 from ..config import HardwareInfo, WorkloadSpec, detect_hardware_info, select_kv_cache_config
 from ..core.exceptions import CacheInputError, QuantizerConfigError, VeloxError
-from .text import size
+from ..core.text import size
 
 # transformers announces at import that it has no PyTorch; nothing here needs one.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
