@@ -19,18 +19,18 @@ from tests.models.running import FIRST, config
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
 from veloxquant_mlx.serve import Server
 
-# w1 is the user, w2 the assistant, w3 the system.
+# w1 is the user, w2 the assistant, w3 the system; w4 ends what they say.
 TEMPLATE = (
     "{% set marks = {'user': 'w1', 'assistant': 'w2', 'system': 'w3'} %}{% for m in messages %}"
     "{% if m['role'] not in marks %}{{ raise_exception('unknown role') }}{% endif %}"
-    "{{ marks[m['role']] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+    "{{ marks[m['role']] }} {{ m['content'] }} w4 {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
 )
 CONFIGS = {method: config(row) for method, row in FIRST.items()}  # every method that the matrix holds
 KIVI = KVCacheConfig(method="kivi", bit_width_inlier=4, kivi_group_size=32, residual_length=32)
 
 
 def make_folder(folder: Path, architecture: str = "qwen3", seed: int = 0) -> Path:
-    """Weights, configuration and a tokenizer whose token 7 is "w7"; no token ends a text."""
+    """Weights, configuration and a tokenizer whose token 7 is "w7"; the last one ends a text."""
     folder.mkdir(parents=True, exist_ok=True)
     module, arguments = tiny.CONFIGS[architecture]
     model = tiny.build(architecture, seed)
@@ -38,7 +38,7 @@ def make_folder(folder: Path, architecture: str = "qwen3", seed: int = 0) -> Pat
     (folder / "config.json").write_text(json.dumps({"model_type": module, **arguments}))
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[reportAttributeAccessIssue]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{tiny.VOCAB - 1}")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(str(folder))
     return folder
