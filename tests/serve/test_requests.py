@@ -47,6 +47,7 @@ def alone(folder: Path) -> Alone:
 
 
 @pytest.mark.covers("server")
+@pytest.mark.covers("server")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_eight_at_a_time_answer_as_one_alone(folder: Path, config: KVCacheConfig) -> None:
     """Prompts of 1 to 300 tokens; half of the clients stream. The prompt cache is off: it changes where chunks end."""
@@ -101,6 +102,7 @@ def test_stop_words_temperature_and_seed(server: Server, alone: Alone) -> None:
     assert complete(openai, prompt, 8, temperature=1e-9) == " ".join(words)
 
 
+@pytest.mark.covers("server")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_second_turn_computes_only_what_is_new(folder: Path, config: KVCacheConfig) -> None:
     """Methods that drop rows cannot go back: their first turn is reused at the end of a prompt or of an answer."""
