@@ -57,7 +57,7 @@ class _Merge:
     def __get__(
         self, instance: CompressedKVCache | None, owner: type
     ) -> Callable[[Sequence[CompressedKVCache]], CompressedBatchCache]:
-        from .batch import CompressedBatchCache
+        from .batch import CompressedBatchCache  # which imports this module
 
         if instance is not None and not instance.layer.batches:
             raise AttributeError("merge: this model's attention cannot take a mask per sequence")
@@ -234,6 +234,12 @@ class CompressedKVCache(_Base):
         cache = cls.__new__(cls)
         cache.state = state
         return cache
+
+    def to_batch(self, left_padding: Sequence[int]) -> CompressedBatchCache:
+        """mlx_vlm's way to a batch: one copy of this (empty) cache for each prompt, padded on the left."""
+        from .batch import CompressedBatchCache
+
+        return CompressedBatchCache([copy.deepcopy(self) for _ in left_padding], left_padding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedKVCache:
         """An independent cache; arrays are shared until written, recipe and config always."""
