@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -193,3 +194,25 @@ def test_null_is_the_same_as_nothing(server: Server) -> None:
     names = [name for name in FIELDS if name != "max_tokens"]
     body = {"prompt": "w5 w6", "max_tokens": 2, **dict.fromkeys(names)}
     assert post(server, TEXT, json.dumps(body).encode())[0] == 200
+
+
+ODD: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**40, 1.5, -1e300, "", "w1", "\u0000", "é" * 50, [], {}, [None], ["w1"], [[]]),
+    *({"a": 1}, {"1": 1}, USER, {"type": "text", "text": "w1"}, [{"function": {"name": "f"}}]),
+]
+NAMES = [*FIELDS, "prompt", "messages", "tools", "role_mapping", "chat_template_kwargs", "user", "response_format"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bodies_never_fail_inside(server: Server, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(60):
+        path, body = draw.choice([(TEXT, {"prompt": "w5 w6"}), (CHAT, {"messages": USER})])
+        body = {**body, **{name: draw.choice(ODD) for name in draw.sample(NAMES, draw.randint(0, 3))}, "max_tokens": 2}
+        connection = HTTPConnection(urlsplit(server.url).netloc, timeout=20)
+        connection.request("POST", path, json.dumps(body))
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        assert answer.status in (200, 400, 404), (body, text)
+        assert answer.status != 200 or b'"error"' not in text, (body, text)
