@@ -6,10 +6,14 @@ built: otherwise all blocks would live at once. No other attention waits for the
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
 
-from ..cache.store import Store
 from . import masks
+
+if TYPE_CHECKING:
+    from ..cache.store import Store
 
 # Rows decoded at a time, and query rows whose scores live at a time.
 BLOCK = 512

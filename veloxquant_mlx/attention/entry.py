@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..cache.store import Store
 from ..codecs.base import compute_dtype
 from . import blockwise, masks, reference
+
+if TYPE_CHECKING:
+    from ..cache.store import Store
 
 KeyView = Callable[[mx.array], mx.array]
 

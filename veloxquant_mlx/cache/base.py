@@ -153,7 +153,7 @@ class KVCacheFactory:
         entry.check(config)
         entry.require_built()
 
-        from ..attention import hook
+        from ..attention import hook  # imports mlx_lm, which takes seconds
         from .layer import CompressedKVCache
 
         hook.install()
@@ -290,7 +290,7 @@ class KVCacheBuilder:
                 "another method."
             )
 
-        from ..attention import hook
+        from ..attention import hook  # imports mlx_lm, which takes seconds
         from ..models.inspect import cache_slots
         from .layer import CompressedKVCache
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..core.exceptions import KernelUnavailableError, QuantizerConfigError
+from ..methods import _general, vecinfer
 from ..methods._method import MethodInfo, Valid, refuse
 
 if TYPE_CHECKING:
@@ -166,8 +167,6 @@ def _default(f: dataclasses.Field) -> Any:
 @cache
 def _shared_fields() -> dict[str, tuple[Valid, Any]]:
     """Valid values and default of every field whose name carries no method's prefix."""
-    from ..methods import _general, vecinfer
-
     groups = (_general.CoreFields, vecinfer.VecInferOptions, _general.SharedFields, _general.KernelFields)
     return {name: entry for group in groups for name, entry in _options_of(group).items()}
 

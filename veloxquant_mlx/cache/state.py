@@ -14,6 +14,7 @@ import numpy as np
 from ..core.exceptions import CacheStateError
 from ..core.types import LayerInfo, Recipe
 from ..models.rope import Rotation, UnknownRotation
+from .base import KVCacheConfig
 from .lifecycle import Phase
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
 
 def unpack(cache: CompressedKVCache, state: Any) -> None:
     """Make ``cache`` what ``pack`` saw. Raises CacheStateError for anything that ``pack`` did not write."""
-    from .base import KVCacheConfig
-
     header = _header(state)
     names, arrays = header["names"], list(state[1:])
     if len(arrays) != len(names):

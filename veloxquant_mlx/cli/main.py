@@ -54,6 +54,10 @@ class LogLevel(str, Enum):
     debug, info, warning, error = "debug", "info", "warning", "error"
 
 
+Model = Annotated[str, typer.Option(help="Folder of an mlx_lm model, or the name of a repository.")]
+MethodName = Annotated[str, typer.Option("--method", help="Compression method (see: veloxquant methods), or none.")]
+Bits = Annotated[int | None, typer.Option(help="Bits per number: bit_width_inlier of the configuration.")]
+Options = Annotated[list[str] | None, typer.Option(help="Any field of KVCacheConfig, as name=value. May be repeated.")]
 Models = Annotated[Path, typer.Option(help="Folder for the demo's converted model (about 540 MB).")]
 DEFAULT_MODELS = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "veloxquant-mlx"
 
@@ -94,15 +98,11 @@ def demo(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Folder of an mlx_lm model, or the name of a repository.")],
+    model: Model,
     prompt: Annotated[str, typer.Option(help="The prompt; - reads standard input.")],
-    method_name: Annotated[
-        str, typer.Option("--method", help="Compression method (see: veloxquant methods), or none.")
-    ] = "kivi",
-    bits: Annotated[int | None, typer.Option(help="Bits per number: bit_width_inlier of the configuration.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="Any field of KVCacheConfig, as name=value. May be repeated.")
-    ] = None,
+    method_name: MethodName = "kivi",
+    bits: Bits = None,
+    option: Options = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what every layer holds.")] = False,
@@ -155,14 +155,10 @@ def _literal(text: str) -> Any:
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Option(help="Folder of an mlx_lm model, or the name of a repository.")],
-    method_name: Annotated[
-        str, typer.Option("--method", help="Compression method (see: veloxquant methods), or none.")
-    ] = "kivi",
-    bits: Annotated[int | None, typer.Option(help="Bits per number: bit_width_inlier of the configuration.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="Any field of KVCacheConfig, as name=value. May be repeated.")
-    ] = None,
+    model: Model,
+    method_name: MethodName = "kivi",
+    bits: Bits = None,
+    option: Options = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Anything but 127.0.0.1 opens it to others.")] = (
         "127.0.0.1"
     ),

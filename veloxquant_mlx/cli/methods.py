@@ -49,13 +49,3 @@ def as_table(entries: Iterable[Method]) -> Table:
         name = Text(entry.info.name, "bold" if entry.built else "dim")
         table.add_row(name, entry.info.family, source(entry), status, entry.info.needs)
     return table
-
-
-def as_markdown(entries: Iterable[Method]) -> str:
-    """The built methods for the README."""
-    lines = ["| Method | What it is | Source | Needs |", "|---|---|---|---|"]
-    for entry in entries:
-        if entry.built:
-            info = entry.info
-            lines.append(f"| `{info.name}` | {info.title} ({info.family}) | {source(entry)} | {info.needs} |")
-    return "\n".join(lines)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..cache.store import Store
 from ..models.rope import Rotation
 from . import select
 from .scores import Score
+
+if TYPE_CHECKING:
+    from ..cache.store import Store
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import mlx.core as mx
 
 from ..attention import masks, reference
-from ..cache.store import Store
+
+if TYPE_CHECKING:
+    from ..cache.store import Store
 
 
 class Score(ABC):
