@@ -150,6 +150,8 @@ def test_refusals() -> None:
     now = tensors(4, (3, 2, 64, 64))
     with pytest.raises(CacheInputError, match="keys have 3 rows; this batch has 2"):
         batch.update_and_fetch(now.k, now.v)
+    with pytest.raises(CacheStateError, match="call update_and_fetch first"):
+        batch.attend(now.q, scale=0.125)
     with pytest.raises(CacheInputError, match="right_padding needs lengths"):
         batch.prepare(right_padding=[0, 3])
     batch.prepare(lengths=[3, 4])

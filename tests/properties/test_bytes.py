@@ -68,7 +68,7 @@ def test_nothing_compressed_is_larger_than_it_was(row: Row, dtype: mx.Dtype) -> 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_active_memory_follows(row: Row) -> None:
-    """What MLX says is allocated falls and rises with nbytes (within 5 % and the allocator's rounding per array)."""
+    """What MLX says is allocated is what nbytes says (within 5 % and the allocator's rounding per array)."""
     tokens, shape = 2048, (1, 4, 128, 128)
     gc.collect()
     mx.clear_cache()
@@ -77,7 +77,7 @@ def test_active_memory_follows(row: Row) -> None:
     feed(cache, tensors(tokens, shape, dtype=mx.float16), [tokens - 1, 1])
     gc.collect()
     grown = mx.get_active_memory() - before
-    assert grown <= cache.nbytes * 1.05 + 16384 * 12
+    assert stored_bytes(cache) <= grown <= cache.nbytes * 1.05 + 16384 * 12
 
 
 def test_report_adds_up() -> None:

@@ -40,6 +40,8 @@ class CompressedBatchCache:
         self._remaining: list[int] | None = None  # tokens still to come per row, None outside right-padded prompts
         self._plan: list[_Share] = []
         self._past, self._length = 0, 0  # columns before the present call, tokens in it
+        self._shape = (len(self.rows), 0, 0)  # B, H and columns of the present call
+        self._dims, self._dtypes = (0, 0), (mx.float32, mx.float32)  # of its keys and values
         self._offsets: tuple[list[int], mx.array] | None = None
 
     # ------------------------------------------------------------------------------------------- protocol of mlx_lm
@@ -85,7 +87,9 @@ class CompressedBatchCache:
     def attend(
         self, queries: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
     ) -> mx.array:
-        """Attention ``(B, Hq, L, Dv)``, row by row; outputs of padding are zeros."""
+        """Attention ``(B, Hq, L, Dv)``, row by row; outputs of padding are zeros. CacheStateError without an update."""
+        if not self._plan:
+            raise CacheStateError("attend without an update of these rows; call update_and_fetch first")
         self.mode, self._issued = Mode.HANDLE, None
         outs: list[mx.array | None] = []
         for i, (row, share) in enumerate(zip(self.rows, self._plan, strict=True)):
