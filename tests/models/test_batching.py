@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.matrix import IDS, ROWS, Row, same_state
 from tests.models import tiny
 from tests.models.running import FIRST, caches_of, config, decode, greedy, lively, prefill, token_list, word_tokenizer
+from tests.models.test_kinds import KINDS, NOT_MLX_LM, Kind
 from veloxquant_mlx import CacheStateError, attach
 from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.layer import CompressedKVCache
@@ -27,6 +28,11 @@ TOKENIZER = word_tokenizer()
 SOME = list(FIRST.values())
 
 
+def fills(kind: Kind) -> pytest.MarkDecorator:
+    """The cell of the kind in the table's column on batches."""
+    return pytest.mark.covers("kinds", kind=kind.title, method="batch", cell=kind.batch)
+
+
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return tiny.build("llama")
@@ -34,7 +40,8 @@ def llama() -> Any:
 
 def alone(model: Any, row: Row, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
     """Tokens of a run of its own."""
-    kwargs.setdefault("prompt_cache", caches_of(model, row))
+    if "prompt_cache" not in kwargs:
+        kwargs["prompt_cache"] = caches_of(model, row)
     return greedy(model, mx.array(prompt), n, prefill_step_size=STEP, sampler=lively, **kwargs)[0]
 
 
@@ -213,24 +220,16 @@ def test_memory_is_flat_over_many_requests(row: Row) -> None:
 
 # ------------------------------------------------------------------------------------------------------ kinds of models
 
-# Where mlx_lm's own batches give what its single runs give.
-KINDS = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "gemma3n",
-    "gemma4_text",
-    "gpt_oss",
-    "phi3",
-    "cohere2",
-    "stablelm",
-    "mistral3",
-    "minicpm3",
-    "qwen3_next",
-)
-# Where they do not: recurrent state that sees padding, and one query offset for all rows.
+# Where mlx_lm's own batches do not give what its single runs give: recurrent state that sees padding, and one query
+# offset for all rows.
 STOCK_DIFFERS = ("nemotron_h", "afm7", "jamba")
+BATCHED = [kind for kind in KINDS if kind.batch == "yes" and not kind.native]
+CASES = [
+    pytest.param(kind, row, id=f"{kind.model}-{row.method}", marks=fills(kind))
+    for kind in BATCHED
+    for row in SOME
+    if not kind.refusal(row)
+]
 
 
 def batched(model: Any, prompts: list[list[int]], caches: list[list[Any]], n: int = 6) -> list[list[int]]:
@@ -239,18 +238,17 @@ def batched(model: Any, prompts: list[list[int]], caches: list[list[Any]], n: in
     return out.token_ids
 
 
-@pytest.mark.parametrize("row", SOME, ids=FIRST)
-@pytest.mark.parametrize("name", KINDS)
-def test_kinds_of_models(name: str, row: Row) -> None:
+@pytest.mark.parametrize(("kind", "row"), CASES)
+def test_kinds_of_models(kind: Kind, row: Row) -> None:
     """Sliding, sinks, fused and soft-capped attention, shared keys, hybrids: batch and single runs agree."""
-    if row.queries and name == "stablelm":
-        pytest.skip("refused by for_model: needs queries")
-    model, prompts = tiny.build(name), [PROMPTS[0], PROMPTS[1], PROMPTS[2][:170]]
+    model, prompts = tiny.build(kind.model), [PROMPTS[0], PROMPTS[1], PROMPTS[2][:170]]
     expected = [alone(model, row, p, 6) for p in prompts]
     assert batched(model, prompts, [caches_of(model, row) for _ in prompts]) == expected
 
 
-@pytest.mark.parametrize("name", STOCK_DIFFERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[fills(k) for k in KINDS if k.model == n]) for n in STOCK_DIFFERS]
+)
 def test_kinds_that_mlx_lm_batches_differently(name: str) -> None:
     """What mlx_lm's own batch gives, while nothing is compressed: what it does wrong is not ours."""
     model, prompts = tiny.build(name), [PROMPTS[0], PROMPTS[1], PROMPTS[2][:170]]
@@ -259,8 +257,9 @@ def test_kinds_that_mlx_lm_batches_differently(name: str) -> None:
     assert ours == batched(model, prompts, [make_prompt_cache(model) for _ in prompts])
 
 
+@fills(next(kind for kind in KINDS if kind.model == "gemma2"))
 @pytest.mark.parametrize("row", [r for r in SOME if not r.queries], ids=lambda r: r.id)
-def test_kinds_that_cannot_batch(row: Row) -> None:
+def test_no_mask_per_sequence(row: Row) -> None:
     """Gemma 2 lines a mask per sequence up with its heads: mlx_lm's own batch fails, or is wrong in silence."""
     model = tiny.build("gemma2")
     with pytest.raises(ValueError, match="CompressedKVCache.*does not yet support batching"):
@@ -269,6 +268,23 @@ def test_kinds_that_cannot_batch(row: Row) -> None:
     assert not hasattr(caches[0], "merge")  # the server asks this and runs such requests one by one
     with pytest.raises(CacheStateError, match="cannot take a mask per sequence"):
         CompressedBatchCache.merge(caches)
-    chunked = tiny.build("llama4")
-    with pytest.raises(ValueError, match="ChunkedKVCache.*does not yet support batching"):
-        batched(chunked, PROMPTS[:2], [caches_of(chunked, row) for _ in range(2)])
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, id=k.model, marks=fills(k)) for k in KINDS if NOT_MLX_LM in k.batch])
+def test_kinds_that_mlx_lm_cannot_batch(kind: Kind) -> None:
+    """Chunked attention and dynamic positions: an error, with our caches as with its own."""
+    model = tiny.build(kind.model)
+    for caches in (lambda: make_prompt_cache(model), lambda: caches_of(model, FIRST["kivi"])):
+        with pytest.raises(ValueError, match=r"does not yet support batching|\[convert\]"):
+            batched(model, PROMPTS[:2], [caches() for _ in range(2)])
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, id=k.model, marks=fills(k)) for k in KINDS if k.native])
+def test_nothing_compressed(kind: Kind) -> None:
+    """The caches are mlx_lm's own, and so is the batch."""
+    model, row = tiny.build(kind.model), FIRST["kivi"]
+    with pytest.warns(UserWarning, match="no layer of this model can be compressed"):
+        caches = [caches_of(model, row) for _ in range(2)]
+    assert batched(model, PROMPTS[:2], caches) == [
+        alone(model, row, p, 6, prompt_cache=make_prompt_cache(model)) for p in PROMPTS[:2]
+    ]

@@ -37,6 +37,7 @@ class Kind:
     by_hand: bool = False  # attention code of its own: no queries reach a cache
     moves: bool = True  # a plain rotary module, so that keys can be moved to other positions
     native: str = ""  # why nothing is compressed
+    batch: str = "yes"  # whether mlx_lm's batches serve it (test_batching.py)
 
     def refusal(self, row: Row) -> str:
         """Why ``for_model`` refuses the method here; "" where it does not."""
@@ -52,29 +53,36 @@ class Kind:
 
 MOVES_KEYS = ("streaming_llm",)
 OURS = "compressed"
+NOT_MLX_LM = "mlx_lm batches none"
 KINDS = (
     Kind("llama", "llama", {OURS: 2}),
     Kind("llama, YaRN positions", "llama_yarn", {OURS: 2}),
+    Kind("llama, dynamic positions", "llama_dynamic", {OURS: 2}, moves=False, batch=f"no: {NOT_MLX_LM}"),
     Kind("qwen2 (biases)", "qwen2", {OURS: 2}),
     Kind("qwen3 (norms on queries and keys)", "qwen3", {OURS: 2}),
-    Kind("gemma2 (soft cap)", "gemma2", {OURS: 2}, by_hand=True),
+    Kind("gemma2 (soft cap)", "gemma2", {OURS: 2}, by_hand=True, batch="no: takes no mask per sequence, one by one"),
     Kind("gemma3 (sliding layers)", "gemma3", {OURS: 2, SLIDING: 2}),
     Kind("gemma3n (shared keys and values)", "gemma3n", {OURS: 2, SLIDING: 2}),
     Kind("gemma4 (shared keys and values)", "gemma4_text", {OURS: 2, SLIDING: 2}),
     Kind("gpt_oss (attention sinks)", "gpt_oss", {OURS: 1, SLIDING: 1}),
     Kind("phi3 (fused projections, partial rotation)", "phi3", {OURS: 2}),
     Kind("cohere2 (layers without positions)", "cohere2", {OURS: 2, SLIDING: 2}),
-    Kind("deepseek_v2 (keys and values of different sizes)", "deepseek_v2", {OURS: 2}, moves=False),
+    Kind("deepseek_v2 (keys and values of different sizes)", "deepseek_v2", {OURS: 2}),
     Kind("deepseek_v3 (latent attention)", "deepseek_v3", {"uncompressed": 2}, native="latent attention"),
     Kind("qwen3_next (recurrent layers)", "qwen3_next", {OURS: 2, RECURRENT: 2}),
-    Kind("jamba (recurrent layers)", "jamba", {OURS: 1, RECURRENT: 1}),
+    Kind("jamba (recurrent layers)", "jamba", {OURS: 1, RECURRENT: 1}, batch="as mlx_lm: pads reach the state"),
     Kind(
         "falcon_h1 (two caches in one layer)",
         "falcon_h1",
         {"several caches in one slot": 2},
         native="several caches in one slot",
     ),
-    Kind("llama4 (chunked attention)", "llama4", {OURS: 1, CHUNKED: 3}),
+    Kind(
+        "llama4 (chunked attention)",
+        "llama4",
+        {OURS: 1, CHUNKED: 3},
+        batch=f"no: {NOT_MLX_LM}",
+    ),
     Kind("mistral3 (wrapper of another model)", "mistral3", {OURS: 2}),
     Kind("stablelm (attention that casts)", "stablelm", {OURS: 2}, by_hand=True),
 )

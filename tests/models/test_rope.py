@@ -127,7 +127,18 @@ def test_unknown_rotation_says_what_to_do() -> None:
         bare_rotation(UnknownRotation("it is odd"), mx.ones((1, 1, 1, D)), 1)
 
 
-FIRST_LAYER = ["llama", "llama_llama3", "llama_yarn", "mistral", "qwen3", "phi3", "phi3_long", "minicpm3", "gpt_neox"]
+FIRST_LAYER = [
+    "llama",
+    "llama_llama3",
+    "llama_yarn",
+    "mistral",
+    "qwen3",
+    "phi3",
+    "phi3_long",
+    "minicpm3",
+    "gpt_neox",
+    "deepseek_v2",
+]
 
 
 @pytest.mark.parametrize("name", FIRST_LAYER)

@@ -7,6 +7,7 @@ norm). What counts is what arrives in the cache, so that is what is looked at; n
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -137,9 +138,12 @@ def _rotation(attention: nn.Module, start: mx.array, moved: mx.array) -> Rotatio
     if bool(mx.array_equal(start, moved)):
         return None
     seen = f"no rotary module of {type(attention).__name__} explains how its keys change with the position"
-    for module in _rotary_modules(attention):
+    size = start.shape[-1]
+    # A module without a size of its own turns all that it is given, such as the last channels of a key.
+    turning = size - int(np.argmax(np.any(np.array(start != moved), axis=(0, 1, 2))))
+    for module, given in itertools.product(_rotary_modules(attention), dict.fromkeys((size, turning))):
         try:
-            first = probe_rotation(module, start.shape[-1])
+            first = probe_rotation(module, given).within(size)
         except QuantizerConfigError as error:
             seen = str(error)
             continue

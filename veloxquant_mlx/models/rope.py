@@ -36,6 +36,11 @@ class Rotation:
         wide = x.astype(mx.float32)
         return (wide * cos + mx.take(wide, mx.array(self.partner), axis=-1) * sin).astype(x.dtype)
 
+    def within(self, size: int) -> Rotation:
+        """The same rotation of the first channels of vectors of ``size``."""
+        more = np.arange(self.rate.size, size, dtype=self.partner.dtype)
+        return Rotation(np.concatenate([self.partner, more]), np.pad(self.rate, (0, more.size)))
+
     def at_end(self) -> Rotation:
         """The same rotation over the last channels instead of the first (keys built as ``[plain | rotated]``)."""
         moved = np.flatnonzero(self.rate)
