@@ -88,13 +88,14 @@ CREATE = [
     ({"method": "snapkv", "snap_n_sink": -1}, ["snap_n_sink=-1", ">= 0"]),
     ({"method": "snapkv", "snap_budget": 36}, ["snap_budget=36", "snap_n_sink=4 + snap_obs_window=32", "> 36"]),
     ({"method": "snapkv", "snap_dtype": "int8"}, ["snap_dtype='int8'", "'auto', 'float16'"]),
+    ({"method": "snapkv", "snap_backend": "metal"}, ["snap_backend='metal'", "'reference'", "no Metal kernel"]),
     ({"method": "snapkv", "snap_backend": "cuda"}, ["snap_backend='cuda'", "'metal'"]),
     ({"method": "snapkv", "snap_batched_scoring": 1}, ["snap_batched_scoring=1", "True or False"]),
     ({"method": "snapkv", "capacity": 100}, ["capacity=100", "snap_budget = 512"]),
     # streaming_llm
     ({"method": "streaming_llm", "stream_n_sink": -1}, ["stream_n_sink=-1", ">= 0"]),
     ({"method": "streaming_llm", "stream_window_size": 0}, ["stream_window_size=0", ">= 1"]),
-    ({"method": "streaming_llm", "capacity": 515}, ["capacity=515", "516"]),
+    ({"method": "streaming_llm", "capacity": 600}, ["capacity=600", "516", "bounded already"]),
     # rules between fields of the other methods
     ({"method": "h2o", "h2o_grace": 508}, ["h2o_budget=512", "h2o_grace=508"]),
     ({"method": "h2o", "h2o_decay": 0.0}, ["h2o_decay=0.0", "(0, 1]"]),

@@ -316,5 +316,9 @@ class KVCacheBuilder:
             message = f"no layer of this model can be compressed ({reasons}): its own caches are returned"
             warnings.warn(message, UserWarning, stacklevel=2)
         hook.install(model)
-        pairs = zip(slots, configs, strict=True)
-        return [slot.native if slot.layer is None else CompressedKVCache(c, slot.layer) for slot, c in pairs]
+        caches = []
+        for slot, layer_config in zip(slots, configs, strict=True):
+            if slot.layer is None:
+                slot.native.left_alone = slot.reason  # for the receipt
+            caches.append(slot.native if slot.layer is None else CompressedKVCache(layer_config, slot.layer))
+        return caches

@@ -75,6 +75,10 @@ class CacheReport:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         notes = dict.fromkeys(note for layer in self.layers for note in layer.notes)
         lines += [f"note: {note}" for note in notes]
+        if not any(layer.uncompressed for layer in self.layers):
+            return "\n".join(
+                [*lines, f"held {size(self.nbytes)} in {len(self.layers)} layers; nothing is compressed yet"]
+            )
         lines.append(
             f"held {size(self.nbytes)} in {len(self.layers)} layers; compressed layers are {self.ratio:.2f}x smaller "
             "than 16-bit keys and values of the same tokens"
@@ -111,7 +115,7 @@ def _receipt(cache: Any, counted: set[int]) -> LayerReceipt:
     name = type(cache).__name__
     tokens = cache.size() if hasattr(cache, "size") else 0
     plain = "uncompressed: the model's own cache" if name == "KVCache" else f"{name}: left to the model"
-    reason = NATIVE_REASONS.get(name, plain)
+    reason = getattr(cache, "left_alone", None) or NATIVE_REASONS.get(name, plain)
     return LayerReceipt("-", tokens, tokens, 0, 0 if cache.empty() else cache.nbytes, 0, 0, 0, (reason,), ())
 
 

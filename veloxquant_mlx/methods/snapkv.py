@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from ..core.exceptions import KernelUnavailableError
 from ..core.types import Recipe, Stream
 from ..policies.eviction import Eviction
 from ..policies.scores import WindowAttention
@@ -58,8 +59,11 @@ def check(config: FlatConfig) -> None:
     if config.capacity is not None and config.capacity < config.snap_budget:
         remedy = "Raise capacity or lower snap_budget."
         refuse("capacity", config.capacity, f"None or an int >= snap_budget = {config.snap_budget}", remedy)
-    if config.snap_backend == "metal" and not mx.metal.is_available():
-        refuse("snap_backend", "metal", "auto, mlx or reference on a machine without Metal", "Use auto.")
+    if config.snap_backend == "metal":
+        raise KernelUnavailableError(
+            "snap_backend='metal' cannot be used: it must be 'auto', 'mlx' or 'reference', because no Metal kernel of "
+            "this package exists yet. Use 'auto'."
+        )
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:

@@ -43,10 +43,10 @@ INFO = MethodInfo(
 
 def check(config: FlatConfig) -> None:
     """Rules between fields."""
-    kept = config.stream_n_sink + config.stream_window_size
-    if config.capacity is not None and config.capacity < kept:
-        valid = f"None or an int >= stream_n_sink + stream_window_size = {kept}"
-        refuse("capacity", config.capacity, valid, "This method is bounded already: leave capacity at None.")
+    if config.capacity is not None:
+        kept = config.stream_n_sink + config.stream_window_size
+        valid = f"None: at most stream_n_sink + stream_window_size = {kept} tokens stay"
+        refuse("capacity", config.capacity, valid, "This method is bounded already; set its two sizes instead.")
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
