@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -57,7 +58,7 @@ def run(model: Any, method: Any, prompt: mx.array, n: int) -> tuple[list[int], i
     return tokens, sum(layer.nbytes - layer.fixed for layer in report.layers), str(report)
 
 
-def main(split: str, methods: list[str], n: int, show: bool) -> int:
+def main(split: str, methods: list[str], n: int, show: bool, out: Path | None) -> int:
     group = mx.distributed.init()
     prompt = mx.random.randint(0, MODEL["vocab_size"], (150,), key=mx.random.key(1))
     same = True
@@ -72,7 +73,11 @@ def main(split: str, methods: list[str], n: int, show: bool) -> int:
         found, held, receipt = run(model, method, prompt, n)
         same = same and found == tokens
         row = {"split": split, "method": method, "rank": group.rank(), "of": group.size(), "same": found == tokens}
-        print(json.dumps(row | {"bytes": held, "whole": whole}), flush=True)
+        line = json.dumps(row | {"bytes": held, "whole": whole})
+        print(line, flush=True)
+        if out is not None:
+            with (out / f"rank{group.rank()}.jsonl").open("a") as file:
+                file.write(line + "\n")
         if show:
             print(receipt, flush=True)
     return 0 if same else 1
@@ -84,5 +89,6 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--receipt", action="store_true", help="print the receipts")
+    parser.add_argument("--out", type=Path, help="folder for the lines, a file per rank: mlx.launch may lose the last")
     options = parser.parse_args()
-    sys.exit(main(options.split, options.methods, options.tokens, options.receipt))
+    sys.exit(main(options.split, options.methods, options.tokens, options.receipt, options.out))

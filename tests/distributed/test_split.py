@@ -18,18 +18,19 @@ SCRIPT = ROOT / "benchmarks" / "distributed" / "split_model.py"
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])
-def lines(request: pytest.FixtureRequest) -> list[dict]:
+def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What both processes said, one line per rank and method."""
+    out = tmp_path_factory.mktemp("ranks")
     launch = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--python", sys.executable]
     done = subprocess.run(
-        [*launch, str(SCRIPT), "--split", request.param, "--tokens", "12"],
+        [*launch, str(SCRIPT), "--split", request.param, "--tokens", "12", "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for file in sorted(out.iterdir()) for line in file.read_text().splitlines()]
     assert done.returncode == 0 and found, done.stdout + done.stderr  # a failed process does not fail the launch
     return found
 

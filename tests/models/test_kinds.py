@@ -68,7 +68,7 @@ KINDS = (
     Kind("phi3 (fused projections, partial rotation)", "phi3", {OURS: 2}),
     Kind("cohere2 (layers without positions)", "cohere2", {OURS: 2, SLIDING: 2}),
     Kind("deepseek_v2 (keys and values of different sizes)", "deepseek_v2", {OURS: 2}),
-    Kind("deepseek_v3 (latent attention)", "deepseek_v3", {"uncompressed": 2}, native="latent attention"),
+    Kind("deepseek_v3 (latent attention)", "deepseek_v3", {"latent attention": 2}, native="latent attention"),
     Kind("qwen3_next (recurrent layers)", "qwen3_next", {OURS: 2, RECURRENT: 2}),
     Kind("jamba (recurrent layers)", "jamba", {OURS: 1, RECURRENT: 1}, batch="as mlx_lm: pads reach the state"),
     Kind(
