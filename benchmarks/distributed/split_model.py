@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import qwen2
 
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, cache_report
@@ -54,6 +54,8 @@ def run(model: Any, method: Any, prompt: mx.array, n: int) -> tuple[list[int], i
     caches = KVCacheBuilder.for_model(model, KVCacheConfig(method=method, **METHODS[method]))
     steps = generate_step(prompt, model, max_tokens=n, prompt_cache=caches, prefill_step_size=64)
     tokens = [int(token) for token, _ in steps]
+    # generate_step leaves one more step in flight: its messages must be over before anything else is sent.
+    mx.synchronize(generation_stream)
     report = cache_report(caches)
     return tokens, sum(layer.nbytes - layer.fixed for layer in report.layers), str(report)
 
@@ -80,6 +82,7 @@ def main(split: str, methods: list[str], n: int, show: bool, out: Path | None) -
                 file.write(line + "\n")
         if show:
             print(receipt, flush=True)
+    mx.eval(mx.distributed.all_sum(mx.array(1.0)))  # who leaves first would close the sockets of the other
     return 0 if same else 1
 
 
