@@ -40,6 +40,18 @@ def test_the_table_marks_right_and_wrong_answers():
     assert any(line.startswith("streaming_llm: ") for line in demo.footnotes(rows, half=True))
 
 
+def test_the_table_is_whole_at_80_columns():
+    """A pipe and a small terminal have 80: no figure is cut, and the answers follow below."""
+    measured = demo.Measurement(96, 32 * 2**20, 14.05, 0.01234, 0.1, 0.2, 1.0, 8.0, 10.75, 5.0, 0)
+    rows = [demo.Row(label, fields["method"], measured, "x") for label, fields in demo.SHOWN]
+    shown = io.StringIO()
+    Console(width=80, file=shown).print(demo.table(rows, answers=False))
+    text = shown.getvalue()
+    assert "…" not in text and all(row.label in text for row in rows)
+    assert all(figure in text for figure in ("32.0 MiB", "14.05x", "0.0123", "100%", "10.75x"))
+    assert "✓" not in text and str(demo.answer_of(rows[0])) == "✗ x"
+
+
 @pytest.mark.real_model
 def test_the_demo_runs(monkeypatch):
     story = demo.passage()

@@ -27,6 +27,7 @@ QUESTION = "What is the secret password of the lighthouse?"
 FACT = "marigold"
 SCORED = 64  # tokens at the end of the passage whose predictions are compared
 CHUNK = 512  # tokens of the prompt at a time: mlx_lm takes 2,048, fewer keep the progress bars lively
+WIDE = 118  # columns from which the answers stand in the table
 ANSWER = 24  # most tokens of an answer
 
 # Default settings but for the bits: 128 exact tokens for kivi, budgets of 512 tokens.
@@ -89,7 +90,12 @@ def run_demo(models: Path, out: Console, err: Console, as_json: bool) -> None:
         told = [{"label": r.label, "right": r.right, "answer": r.answer} | dataclasses.asdict(r.measured) for r in rows]
         out.print_json(json.dumps(told))
         return
-    out.print(table(rows))
+    wide = out.width >= WIDE
+    out.print(table(rows, answers=wide))
+    if not wide:
+        for row in rows:
+            out.print(Text(f"{row.label}: ", "bold") + answer_of(row))
+        out.print()
     for line in footnotes(rows, half is not None):
         out.print(Text(line, "dim"))
     err.print(f"[dim]done in {time.perf_counter() - started:.0f} s[/]")
@@ -176,16 +182,21 @@ class _Bench:
         return " ".join(text.split())
 
 
-def table(rows: list[Row]) -> Table:
-    """The result for a terminal."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+def answer_of(row: Row) -> Text:
+    """What the model said, marked right or wrong."""
+    return (Text("✓ ", "green") if row.right else Text("✗ ", "red")) + Text(row.answer or "(nothing)")
+
+
+def table(rows: list[Row], answers: bool = True) -> Table:
+    """The result for a terminal; without its last column, the answers, it fits into 80 columns."""
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 2 if answers else 1, 0, 0))
     view.add_column("method", no_wrap=True)
     for name in ("K/V held", "x smaller", "mean KL", "same top-1", "speed"):
         view.add_column(name, justify="right", no_wrap=True)
-    view.add_column("answer", overflow="fold")
+    if answers:
+        view.add_column("answer", overflow="fold")
     for row in rows:
         m = row.measured
-        mark = Text("✓ ", "green") if row.right else Text("✗ ", "red")
         view.add_row(
             row.label,
             size(m.kv_bytes),
@@ -193,7 +204,7 @@ def table(rows: list[Row]) -> Table:
             f"{m.mean_kl:.4f}",
             f"{m.top1_agreement:.0%}",
             f"{m.relative_speed or 0:.2f}x",
-            mark + Text(row.answer or "(nothing)"),
+            *([answer_of(row)] if answers else []),
         )
     return view
 
