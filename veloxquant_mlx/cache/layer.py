@@ -395,12 +395,10 @@ class CompressedKVCache(_Base):
             self._issued = issued
         return issued
 
-    def _key_view(self) -> Callable[[mx.array], mx.array] | None:
+    def _key_view(self) -> entry.KeyView | None:
         """How keys must be changed before attention sees them, None for not at all."""
-        ev, dropped = self._recipe.eviction, self.offset - self._store.n
-        if ev is None or ev.rotation is None or dropped == 0:
-            return None
-        return lambda keys: ev.in_cache_positions(keys, dropped)
+        ev = self._recipe.eviction
+        return None if ev is None else ev.key_view(self.offset - self._store.n)
 
 
 # mlx_lm's load_prompt_cache and CacheList look classes up by name in their own module.

@@ -12,6 +12,7 @@ from . import select
 from .scores import Score
 
 if TYPE_CHECKING:
+    from ..attention.entry import KeyView
     from ..cache.store import Store
 
 
@@ -53,8 +54,9 @@ class Eviction:
         if self.score is not None:
             self.score.forget(store)
 
-    def in_cache_positions(self, keys: mx.array, dropped: int) -> mx.array:
-        """Keys ``(B, H, n, D)`` as attention must see them once ``dropped`` rows are gone."""
-        if self.rotation is None or dropped == 0 or self.sinks == 0:
-            return keys
-        return mx.concatenate([self.rotation(keys[:, :, : self.sinks], dropped), keys[:, :, self.sinks :]], axis=2)
+    def key_view(self, dropped: int) -> KeyView | None:
+        """How attention must see keys ``(B, H, n, D)`` once ``dropped`` rows are gone; None for as they are."""
+        rotation, sinks = self.rotation, self.sinks
+        if rotation is None or dropped == 0 or sinks == 0:
+            return None
+        return lambda keys: mx.concatenate([rotation(keys[:, :, :sinks], dropped), keys[:, :, sinks:]], axis=2)
