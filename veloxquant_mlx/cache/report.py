@@ -98,9 +98,9 @@ def cache_report(caches: Sequence[Any]) -> CacheReport:
 def _receipt(cache: Any, counted: set[int]) -> LayerReceipt:
     if isinstance(cache, CompressedKVCache):
         seen = cache.describe()
-        again = [a for a in cache.constants() if id(a) in counted]
-        seen["bytes"]["fixed"] -= sum(a.nbytes for a in again)
-        counted.update(id(a) for a in cache.constants())
+        constants = cache.constants()
+        seen["bytes"]["fixed"] -= sum(a.nbytes for a in constants if id(a) in counted)
+        counted.update(id(a) for a in constants)
         return LayerReceipt(
             method=seen["method"],
             tokens=seen["tokens"],
