@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.models import tiny
-from veloxquant_mlx import ArtifactNotFoundError, ArtifactStore, KVCacheConfig, QuantizerConfigError
+from veloxquant_mlx import ArtifactNotFoundError, ArtifactStore, KVCacheBuilder, KVCacheConfig, QuantizerConfigError
 from veloxquant_mlx.artifacts import CalibrationArtifact, ModelPrint, calibrated
 from veloxquant_mlx.cache.files import save_cache
 from veloxquant_mlx.core import ArtifactDamagedError, LayerInfo
@@ -102,3 +102,11 @@ def test_what_does_not_fit_is_refused(method, shapes, message):
     config = KVCacheConfig(method=method, store=CalibrationArtifact("qfilters", FILTERS))
     with pytest.raises(QuantizerConfigError, match=message):
         calibrated(config, LayerInfo(index=0), **shapes)
+
+
+def test_for_model_refuses_an_artifact_of_another_model():
+    model, other = tiny.build("llama"), tiny.build("llama", seed=1)
+    config = KVCacheConfig(method="turboquant_rvq", store=CalibrationArtifact("kivi", {}, ModelPrint.of(model)))
+    KVCacheBuilder.for_model(model, config)
+    with pytest.raises(QuantizerConfigError, match="another model"):
+        KVCacheBuilder.for_model(other, config)

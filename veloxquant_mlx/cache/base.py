@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from ..artifacts.calibration import CalibrationArtifact
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import LayerInfo, is_int
 from ._flat import OWNER, FlatConfig
@@ -300,6 +301,8 @@ class KVCacheBuilder:
                 f"model={type(model).__name__} has no layers: it must have model.layers or model.model.layers. "
                 "Pass the loaded language model."
             )
+        if isinstance(config.store, CalibrationArtifact):
+            config.store.check_model(model)
         configs = _layer_configs(config, slots)
         served = [c for slot, c in zip(slots, configs, strict=True) if slot.layer is not None]
         for layer_config in served or configs:
