@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..core.exceptions import QuantizerConfigError
+from ..core.exceptions import KernelUnavailableError, QuantizerConfigError
 from ..core.types import is_int
 
 if TYPE_CHECKING:
@@ -143,3 +143,20 @@ def check_room(config: FlatConfig, budget: str, *parts: str, extra: int = 0) -> 
         terms = " + ".join([f"{name}={getattr(config, name)}" for name in parts] + [str(extra)] * (extra > 0))
         valid = f"an int > {reserved}, the tokens that are always kept ({terms})"
         refuse(budget, getattr(config, budget), valid, f"Raise {budget} or lower {parts[-1]}.")
+
+
+def check_capacity(config: FlatConfig, budget: str) -> None:
+    """``capacity``, a hard cap for a method that keeps ``budget`` rows, cannot be below that budget."""
+    rows = getattr(config, budget)
+    if config.capacity is not None and config.capacity < rows:
+        valid, remedy = f"None or an int >= {budget} = {rows}", f"Raise capacity or lower {budget}."
+        refuse("capacity", config.capacity, valid, remedy)
+
+
+def check_backend(config: FlatConfig, name: str) -> None:
+    """No method that drops rows has a Metal kernel."""
+    if getattr(config, name) == "metal":
+        raise KernelUnavailableError(
+            f"{name}='metal' cannot be used: it must be 'auto', 'mlx' or 'reference', because no Metal kernel of "
+            "this package exists yet. Use 'auto'."
+        )

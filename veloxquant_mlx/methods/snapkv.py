@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..core.exceptions import KernelUnavailableError
 from ..core.types import Recipe, Stream
 from ..policies.eviction import Eviction
 from ..policies.scores import WindowAttention
-from ._method import BACKEND, FLAG, MethodInfo, check_room, ints, one_of, option, refuse
+from ._method import BACKEND, FLAG, MethodInfo, check_backend, check_capacity, check_room, ints, one_of, option
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
@@ -56,14 +55,8 @@ INFO = MethodInfo(
 def check(config: FlatConfig) -> None:
     """Rules between fields."""
     check_room(config, "snap_budget", "snap_n_sink", "snap_obs_window")
-    if config.capacity is not None and config.capacity < config.snap_budget:
-        remedy = "Raise capacity or lower snap_budget."
-        refuse("capacity", config.capacity, f"None or an int >= snap_budget = {config.snap_budget}", remedy)
-    if config.snap_backend == "metal":
-        raise KernelUnavailableError(
-            "snap_backend='metal' cannot be used: it must be 'auto', 'mlx' or 'reference', because no Metal kernel of "
-            "this package exists yet. Use 'auto'."
-        )
+    check_capacity(config, "snap_budget")
+    check_backend(config, "snap_backend")
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
