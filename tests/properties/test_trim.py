@@ -40,7 +40,7 @@ def test_trim_then_continue(row: Row, cut: int) -> None:
     assert cache.offset == fresh.offset and stored_bytes(cache) == stored_bytes(fresh)
     assert mx.allclose(values, want_values, rtol=1e-5, atol=1e-5)
     spread = joined.k.max(axis=2, keepdims=True) - joined.k.min(axis=2, keepdims=True)
-    step = spread / (2 ** row.fields["bit_width_inlier"] - 1) if row.method == "kivi" else 1e-5
+    step = spread / (2**row.channel_bits - 1) if row.channel_bits else 1e-5
     assert mx.all(mx.abs(keys - want_keys) <= 1.5 * step + 1e-2)
 
 

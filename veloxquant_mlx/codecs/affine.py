@@ -63,8 +63,12 @@ class _Affine(Codec):
         low = mx.where(above, 0.0, groups).sum(axis, keepdims=True) / mx.maximum(self.group - count, 1)
         return low, mx.where(count > 0, mx.minimum(high, low + F16_MAX), low)
 
+    def _levels(self, codes: Codes) -> mx.array:
+        """The whole numbers that the codes stand for, float32 ``(B, H, rows, columns)``."""
+        return lookup(codes["words"], self.bits, self._table)
+
     def _decode(self, codes: Codes, dtype: mx.Dtype) -> mx.array:
-        values = lookup(codes["words"], self.bits, self._table)
+        values = self._levels(codes)
         groups = values.reshape(*values.shape[:-1], -1, self.group)
         out = groups * codes["scales"].astype(mx.float32)[..., None] + codes["biases"].astype(mx.float32)[..., None]
         return cast(out.reshape(values.shape), dtype)
