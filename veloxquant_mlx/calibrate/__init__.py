@@ -1,0 +1,21 @@
+"""What can be measured on a model and a text before compressing: bits per layer, and artifacts for methods."""
+
+from .allocate import CHOICES, LLOYD_MAX, MIN_MAX, allocate_bits, expected
+from .collect import Call, Sample, collect, sequences_of
+from .fit import CALIBRATORS, fit_artifact
+from .qfilters import query_filters
+
+__all__ = [
+    "CALIBRATORS",
+    "CHOICES",
+    "LLOYD_MAX",
+    "MIN_MAX",
+    "Call",
+    "Sample",
+    "allocate_bits",
+    "collect",
+    "expected",
+    "fit_artifact",
+    "query_filters",
+    "sequences_of",
+]

@@ -1,0 +1,64 @@
+"""Makes the artifact of a method from a text: one entry of ``CALIBRATORS`` per method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..artifacts.calibration import CalibrationArtifact, ModelPrint
+from ..methods._method import refuse
+from .collect import Progress, Sample, collect
+from .qfilters import ANISOTROPIC, query_filters
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """``wants``: parts of a ``Sample`` to collect; ``fit``: the arrays of its layer by name, and remarks about it."""
+
+    wants: tuple[str, ...]
+    fit: Callable[[Sample], tuple[dict[str, np.ndarray], list[str]]]
+
+
+def _qfilters(sample: Sample) -> tuple[dict[str, np.ndarray], list[str]]:
+    filters, share = query_filters(sample.numpy("queries"), sample.kv_heads)
+    weak = [
+        f"layer {sample.index}, query head {head}: only {share[head]:.0%} of the queries on one side of their filter"
+        for head in np.flatnonzero(share < ANISOTROPIC)
+    ]
+    return {"filters": filters}, weak
+
+
+CALIBRATORS: Mapping[str, Calibrator] = {"qfilters": Calibrator(("queries",), _qfilters)}
+
+
+def fit_artifact(
+    model: Any,
+    sequences: Sequence[Sequence[int]],
+    method: str,
+    *,
+    limit: int = 3000,
+    seed: int = 42,
+    progress: Progress | None = None,
+) -> tuple[CalibrationArtifact, list[str]]:
+    """The artifact of ``method`` for ``model``, fitted on ``limit`` tokens of ``sequences``; and what is worth knowing.
+
+    Fitted on the host in float64, kept in float32. Raises ``QuantizerConfigError`` for a method without an artifact
+    and for a model that hides its queries.
+    """
+    if method not in CALIBRATORS:
+        refuse("method", method, f"one of {', '.join(CALIBRATORS)}", "Other methods need no artifact.")
+    calibrator = CALIBRATORS[method]
+    samples = collect(model, sequences, calibrator.wants, limit=limit, seed=seed, progress=progress)
+    layers: dict[int, dict[str, mx.array]] = {}
+    remarks: list[str] = []
+    for index, sample in samples.items():
+        arrays, told = calibrator.fit(sample)
+        layers[index] = {name: mx.array(array.astype(np.float32)) for name, array in arrays.items()}
+        remarks += told
+    used = len(next(iter(samples.values())).positions)
+    about = {"sequences": len(sequences), "tokens": sum(map(len, sequences)), "sampled": used, "seed": seed}
+    return CalibrationArtifact(method, layers, ModelPrint.of(model), about), remarks
