@@ -24,6 +24,7 @@ from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, cache_report
 
 METHODS: dict[str, dict[str, Any]] = {
     "kivi": {"bit_width_inlier": 4, "residual_length": 32},
+    "kitty": {"residual_length": 64},
     "turboquant_rvq": {"bit_width_inlier": 3},
     "snapkv": {"snap_budget": 64, "snap_obs_window": 16},
     "streaming_llm": {"stream_window_size": 60},

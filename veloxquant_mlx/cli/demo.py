@@ -34,6 +34,7 @@ ANSWER = 24  # most tokens of an answer
 SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4}),
     ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
+    ("kitty, 2 and 4 bits", {"method": "kitty"}),
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
     ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
