@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -44,16 +45,29 @@ class Axis(NamedTuple):
     slots: int
 
 
+class Symbols(NamedTuple):
+    """Packed codes ``(B, H, n, W)`` uint32 of ``bits`` each that an entropy coder makes shorter at rest.
+
+    ``per_channel``: every channel of a head may have a frequency table of its own, where that pays.
+    """
+
+    bits: int
+    per_channel: bool = False
+
+
 class Codec(ABC):
     """Turns rows ``(B, H, n, D)`` into codes and attends on the codes.
 
     ``block`` is the number of tokens that are encoded together (1: every token on its own). ``layout`` names the
     arrays of the codes and how tokens run in them, so that the store can grow, cut and gather any codec's codes
     without knowing what they mean.
+
+    ``symbols`` names the arrays that a cache file holds entropy coded (``codecs/entropy.py``).
     """
 
     block: int = 1
     layout: Mapping[str, Axis]
+    symbols: Mapping[str, Symbols] = MappingProxyType({})
 
     @abstractmethod
     def encode(self, x: mx.array) -> Codes:
