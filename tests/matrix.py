@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,19 @@ def rvq(bits: int) -> Callable[[int, Shape, int], int]:
     return held
 
 
+def cachegen(bits: int, group: int) -> Callable[[int, Shape, int], int]:
+    """Whole groups packed, keys and values alike: 8 bits for the first token, a float16 scale for every token."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        sealed = tokens // group * group
+        groups = up(sealed, math.lcm(GROW, group)) // group
+        token = {n: sum(up(d * n, math.lcm(32, n)) // 8 + 2 for d in (dk, dv)) for n in (8, bits)}
+        return b * h * (groups * (token[8] + (group - 1) * token[bits]) + (tokens - sealed) * (dk + dv) * itemsize)
+
+    return held
+
+
 def kept(budget: int, window: int | None = None) -> Callable[[int, Shape, int], int]:
     """A policy that just acted: float rows and int32 positions, per head (with an observation window) or shared.
 
@@ -132,6 +146,13 @@ ROWS = (
     Row("rvq-2", "turboquant_rvq", rvq(2), {"bit_width_inlier": 2}),
     Row("rvq-3", "turboquant_rvq", rvq(3), {"bit_width_inlier": 3}),
     Row("rvq-4", "turboquant_rvq", rvq(4), {"bit_width_inlier": 4}),
+    Row(
+        "cachegen-3-g10",
+        "cachegen",
+        cachegen(3, 10),
+        {"cachegen_bits": 3, "cachegen_group_size": 10},
+        identity=9,
+    ),
     Row(
         "snapkv-64",
         "snapkv",

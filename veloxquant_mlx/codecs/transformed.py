@@ -16,7 +16,7 @@ class Transformed(Codec):
 
     def __init__(self, codec: Codec, transform: Transform) -> None:
         self.codec, self.transform = codec, transform
-        self.block, self.layout = codec.block, codec.layout
+        self.block, self.layout, self.symbols = codec.block, codec.layout, codec.symbols
 
     def encode(self, x: mx.array) -> Codes:
         return self.codec.encode(self.transform.forward(x))
