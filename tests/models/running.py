@@ -20,6 +20,18 @@ FIRST: dict[str, Row] = {row.method: row for row in reversed(ROWS)}
 QUANTISED = [row for row in ROWS if not row.drops]
 DROPPING = [row for row in FIRST.values() if row.drops]
 
+# Settings of so many bits that rows which are encoded later, or once more, shift no token.
+FINE: dict[str, dict[str, Any]] = {
+    "kivi": {"bit_width_inlier": 8},
+    "kitty": {"kitty_lo_bit": 8, "kitty_hi_bit": 8},
+    "turboquant_rvq": {"bit_width_inlier": 4},
+}
+
+
+def fine(row: Row) -> dict[str, Any]:
+    """Settings of many bits for the method of ``row``, where it has any."""
+    return FINE.get(row.method, {})
+
 
 def config(row: Row, **fields: Any) -> KVCacheConfig:
     return KVCacheConfig(**{"method": row.method, **row.fields, **fields})

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache, load_prompt_cache, make_prompt_c
 
 from tests.matrix import IDS, ROWS, Row, same_state
 from tests.models import tiny
-from tests.models.running import FIRST, caches_of, decode, greedy, prefill, token_list
+from tests.models.running import FIRST, caches_of, decode, fine, greedy, prefill, token_list
 
 PROMPT = 150
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,13 +121,13 @@ def test_trim_and_regrow(row: Row, n: int, llama: Any) -> None:
     encoded again, and values that left the window stay encoded: half a step more of 8 bits, 0.2 % of a range, in
     logits of order one.
     """
-    caches = caches_of(llama, row, **({"bit_width_inlier": 8} if row.method == "kivi" else {}))
+    caches = caches_of(llama, row, **fine(row))
     prefill(llama, caches, tiny.tokens(PROMPT), 64)
     more = tiny.tokens(n, seed=1)
     first = decode(llama, caches, more)
     assert [c.trim(n) for c in caches] == [n, n] and {c.offset for c in caches} == {PROMPT}
     again = decode(llama, caches, more)
-    np.testing.assert_allclose(again, first, atol=0.02 if row.method == "kivi" else 1e-5)
+    np.testing.assert_allclose(again, first, atol=0.02 if row.channel_bits else 1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

@@ -14,22 +14,15 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 
 from tests.matrix import Row
 from tests.models import tiny
-from tests.models.running import DROPPING, FIRST, QUANTISED, caches_of, decode, greedy, prefill, word_tokenizer
+from tests.models.running import DROPPING, FIRST, QUANTISED, caches_of, decode, fine, greedy, prefill, word_tokenizer
 from veloxquant_mlx.cache.layer import CompressedKVCache
 
 N = 24
-# A verified token is computed together with the drafts after it, over rows that a run without a draft has encoded by
-# then; at many bits that shifts no token.
-FINE = {"kivi": 8, "turboquant_rvq": 4}
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return tiny.build("llama")
-
-
-def fine(row: Row) -> dict[str, Any]:
-    return {"bit_width_inlier": FINE[row.method]} if row.method in FINE else {}
 
 
 def draft(noise: float) -> Any:
@@ -54,7 +47,11 @@ def speculate(model: Any, drafts: Any, prompt: mx.array, caches: list[Any], **kw
 @pytest.mark.parametrize("row", QUANTISED, ids=lambda r: r.id)
 @pytest.mark.parametrize("noise", [0.0, 0.15, 5.0], ids=["same", "near", "wrong"])
 def test_same_tokens(row: Row, noise: float, llama: Any) -> None:
-    """All drafts right, some, nearly none; the cache ends within the text, or one token after it."""
+    """All drafts right, some, nearly none; the cache ends within the text, or one token after it.
+
+    A verified token is computed together with the drafts after it, over rows that a run without a draft has encoded by
+    then; at many bits that shifts no token.
+    """
     prompt, caches = tiny.tokens(150)[0], caches_of(llama, row, **fine(row))
     expected, _ = greedy(llama, prompt, N, prompt_cache=caches_of(llama, row, **fine(row)))
     tokens, accepted = speculate(llama, draft(noise), prompt, caches)
@@ -86,9 +83,9 @@ def test_rounds_of_any_size_are_taken_back(row: Row, llama: Any) -> None:
         decode(llama, caches, wrong)
         assert can_trim_prompt_cache(caches) and trim_prompt_cache(caches, wrong.shape[1]) == wrong.shape[1]
         token = tiny.tokens(1, seed=i)
-        # Taking back a sealed kivi block leaves its rows encoded: at most half a step of 8 bits, 0.2 % of a range.
+        # Taking back a block of channels leaves its rows encoded: at most half a step of 8 bits, 0.2 % of a range.
         np.testing.assert_allclose(
-            decode(llama, caches, token), decode(llama, plain, token), atol=0.02 if row.method == "kivi" else 1e-5
+            decode(llama, caches, token), decode(llama, plain, token), atol=0.02 if row.channel_bits else 1e-5
         )
     assert {c.offset for c in caches} == {c.offset for c in plain} == {140}
 
