@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from tests.matrix import identical
-from veloxquant_mlx.cache.store import StreamStore
+from veloxquant_mlx.cache.stream import StreamStore
 from veloxquant_mlx.codecs.affine import ChannelAffine, TokenAffine
 from veloxquant_mlx.codecs.base import Codec
 from veloxquant_mlx.core.types import Stream
@@ -23,7 +23,8 @@ CODECS: dict[str, tuple[Codec, int]] = {
 
 def filled(name: str, chunks: Sequence[int]) -> StreamStore:
     codec, chunk = CODECS[name]
-    store, at = StreamStore(Stream(codec, window=WINDOW, chunk=chunk, sinks=SINKS)), 0
+    spec, at = Stream(codec, window=WINDOW, chunk=chunk, sinks=SINKS), 0
+    store = StreamStore(spec, lambda start, stop: mx.arange(start, stop)[None, None])
     for n in chunks:
         store.append(ROWS[:, :, at : at + n])
         store.seal()
@@ -35,7 +36,7 @@ def filled(name: str, chunks: Sequence[int]) -> StreamStore:
 def test_sinks_and_window_stay_exact(name: str) -> None:
     store, (codec, chunk) = filled(name, [TOKENS]), CODECS[name]
     sealed = (TOKENS - SINKS - WINDOW) // chunk * chunk
-    assert (store.sinks.n, store.n_packed, store.n) == (SINKS, sealed, TOKENS)
+    assert (store.sinks.n, store.n_sealed, store.n) == (SINKS, sealed, TOKENS)
     packed = codec.decode(codec.encode(ROWS[:, :, SINKS : SINKS + sealed]))
     parts = [ROWS[:, :, :SINKS], packed, ROWS[:, :, SINKS + sealed :]]
     assert identical(store.dense(), mx.concatenate(parts, axis=2))

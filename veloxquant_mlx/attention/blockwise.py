@@ -13,6 +13,7 @@ import mlx.core as mx
 from . import masks
 
 if TYPE_CHECKING:
+    from .entry import KeyView
     from ..cache.store import Store
 
 # Rows decoded at a time, and query rows whose scores live at a time.
@@ -20,10 +21,12 @@ BLOCK = 512
 QUERY_ROWS = 512
 
 
-def attention(store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None) -> mx.array:
+def attention(
+    store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None, view: KeyView | None = None
+) -> mx.array:
     """Attention of ``q`` ``(B, Hq, L, D)`` over everything held, with at most one block of decoded rows alive."""
     tiles = [
-        _query_tile(store, q[:, :, row : row + QUERY_ROWS], row, q.shape[2], scale, mask, sinks)
+        _query_tile(store, q[:, :, row : row + QUERY_ROWS], row, q.shape[2], scale, mask, sinks, view)
         for row in range(0, q.shape[2], QUERY_ROWS)
     ]
     return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
@@ -37,6 +40,7 @@ def _query_tile(
     scale: float,
     mask: masks.Mask,
     sinks: mx.array | None,
+    view: KeyView | None,
 ) -> mx.array:
     """Attention of query rows ``row`` on, of ``total`` in this call."""
     b, hq, length, d = q.shape
@@ -52,7 +56,8 @@ def _query_tile(
     visible = min(n, past + row + length) if isinstance(mask, str) else n
     for start in range(0, visible, BLOCK):
         stop = min(start + BLOCK, visible)
-        scores = rows @ store.keys.dense(start, stop, q.dtype).swapaxes(-1, -2)
+        keys = store.keys.dense(start, stop, q.dtype)
+        scores = rows @ (keys if view is None else view(keys, start)).swapaxes(-1, -2)
         scores = scores.astype(mx.float32).reshape(*shape[:4], stop - start)
         scores = masks.apply(scores, mask, past=past, row=row, column=start)
         peak = mx.maximum(top, scores.max(axis=-1, keepdims=True))

@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..codecs.base import compute_dtype
+from ..codecs.base import compute_dtype, take_rows
 from . import blockwise, masks, reference
 
 if TYPE_CHECKING:
     from ..cache.store import Store
+    from ..policies.eviction import Retrieval
 
-KeyView = Callable[[mx.array], mx.array]
+# Changes keys ``(B, H, n, D)``, whose first one is stored row ``start``, before attention sees them.
+KeyView = Callable[[mx.array, int], mx.array]
 
 
 class Path(str, Enum):
     """How one attention call was computed; the receipt names it."""
 
     FUSED = "mlx fused attention on float rows"
+    RETRIEVED = "mlx fused attention on the rows retrieved"
     PACKED = "on packed data"
     BLOCKWISE = "on packed data, block by block"
     REFERENCE = "float32 reference on decoded rows"
@@ -33,27 +36,33 @@ def attention(
     mask: masks.Mask,
     sinks: mx.array | None,
     key_view: KeyView | None = None,
+    retrieval: Retrieval | None = None,
     compute: mx.Dtype | None = None,
 ) -> tuple[mx.array, Path]:
     """Attention of ``q`` ``(B, Hq, L, D)`` over everything that the store holds, in q's dtype.
 
-    ``mask`` has one column per stored row (``masks.for_rows``). ``key_view`` changes float keys before they are used.
-    ``compute`` is the dtype of the products, None for the rows' own (packed data: the best of this device). Scores go
-    through one float32 softmax.
+    ``mask`` has one column per stored row (``masks.for_rows``). A single query attends to the rows that ``retrieval``
+    names. ``compute`` is the dtype of the products, None for the rows' own (packed data: the best of this device).
+    Scores go through one float32 softmax.
     """
-    if not (store.keys.n_packed or store.values.n_packed):
+    chosen = None if retrieval is None or q.shape[2] > 1 else retrieval.select(store, q, scale)
+    read = chosen is not None and mask is None and not store.sealed
+    if chosen is not None and not read:  # the same numbers without the savings
+        mask = masks.only(mask, chosen, store.n, q.shape[1])
+    if not store.sealed:
         keys, values = store.keys.dense(), store.values.dense()
-        keys, x = keys if key_view is None else key_view(keys), q
+        if read and chosen is not None:
+            keys, values = take_rows(keys, chosen), take_rows(values, chosen)
+        keys, x = keys if key_view is None else key_view(keys, 0), q
         if compute is not None:
             x, keys, values = (a.astype(compute) for a in (q, keys, values))
         out = mx.fast.scaled_dot_product_attention(x, keys, values, scale=scale, mask=mask, sinks=sinks)
-        return out.astype(q.dtype), Path.FUSED
-    assert key_view is None, "a method that changes keys in attention keeps them in floats"
+        return out.astype(q.dtype), Path.RETRIEVED if read else Path.FUSED
     x = q.astype(compute or compute_dtype(q.dtype))
     # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
     if q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]:
-        return _packed(store, x, scale, mask, sinks).astype(q.dtype), Path.PACKED
-    return blockwise.attention(store, x, scale, mask, sinks).astype(q.dtype), Path.BLOCKWISE
+        return _packed(store, x, scale, mask, sinks, key_view).astype(q.dtype), Path.PACKED
+    return blockwise.attention(store, x, scale, mask, sinks, key_view).astype(q.dtype), Path.BLOCKWISE
 
 
 def decoded(
@@ -63,19 +72,29 @@ def decoded(
     mask: masks.Mask,
     sinks: mx.array | None,
     key_view: KeyView | None = None,
+    retrieval: Retrieval | None = None,
 ) -> tuple[mx.array, Path]:
     """The same by the float32 reference: slow, for comparison."""
+    chosen = None if retrieval is None or q.shape[2] > 1 else retrieval.select(store, q, scale)
+    if chosen is not None:
+        mask = masks.only(mask, chosen, store.n, q.shape[1])
     keys, values = store.keys.dense(dtype=mx.float32), store.values.dense(dtype=mx.float32)
-    keys = keys if key_view is None else key_view(keys)
+    keys = keys if key_view is None else key_view(keys, 0)
     return reference.attention(q, keys, values, scale, mask, sinks), Path.REFERENCE
 
 
-def _packed(store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None) -> mx.array:
+def _packed(
+    store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None, key_view: KeyView | None
+) -> mx.array:
     b, hq, length, d = q.shape
     h, n = store.keys.heads, store.n
     # Query heads of one kv head become rows, so that the codes are read once.
     rows = (q * scale).astype(q.dtype).reshape(b, h, hq // h * length, d)
-    scores = store.keys.scores(rows).reshape(b, h, hq // h, length, n)
+    scores = store.keys.scores(rows)
+    if key_view is not None:  # changed keys are sinks, which are floats
+        first = key_view(store.keys.dense(0, store.keys.sinks.n or n, q.dtype), 0)
+        scores = mx.concatenate([rows @ first.swapaxes(-1, -2), scores[..., first.shape[2] :]], axis=-1)
+    scores = scores.reshape(b, h, hq // h, length, n)
     weights = reference.softmax(masks.apply(scores, mask, past=n - length), sinks)
     out = store.values.mix(weights.astype(q.dtype).reshape(b, h, hq // h * length, n))
     return out.reshape(b, hq, length, out.shape[-1])

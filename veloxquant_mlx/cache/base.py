@@ -308,20 +308,23 @@ class KVCacheBuilder:
         for layer_config in served or configs:
             entry.check(layer_config)
         entry.require_built()
-        blind = [slot.index for slot in slots if slot.layer is not None and slot.hooked is False]
-        if blind and entry.info.needs_queries:
-            raise QuantizerConfigError(
-                f"method={config.method!r} needs the model's queries, but the attention of cache entries {blind} does "
-                "not go through mlx_lm's shared attention function. Choose a method that needs no queries."
-            )
         if not served:
             reasons = ", ".join(sorted({slot.reason for slot in slots}))
             message = f"no layer of this model can be compressed ({reasons}): its own caches are returned"
             warnings.warn(message, UserWarning, stacklevel=2)
         hook.install(model)
-        caches = []
+        caches, blind = [], []
         for slot, layer_config in zip(slots, configs, strict=True):
             if slot.layer is None:
                 slot.native.left_alone = slot.reason  # for the receipt
-            caches.append(slot.native if slot.layer is None else CompressedKVCache(layer_config, slot.layer))
+                caches.append(slot.native)
+                continue
+            caches.append(CompressedKVCache(layer_config, slot.layer))
+            if slot.hooked is False and caches[-1].needs_queries:
+                blind.append(slot.index)
+        if blind:
+            raise QuantizerConfigError(
+                f"method={config.method!r} needs the model's queries, but the attention of cache entries {blind} does "
+                "not go through mlx_lm's shared attention function. Choose a method that needs no queries."
+            )
         return caches

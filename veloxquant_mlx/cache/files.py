@@ -15,9 +15,12 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_cache
 
+from ..codecs import entropy
+from ..codecs.base import Symbols
 from ..core.exceptions import CacheStateError
 from ..models.inspect import Slot, cache_slots
 from ..models.rope import Rotation
+from . import rest
 from .layer import CompressedKVCache
 
 FORMAT = 1
@@ -29,9 +32,10 @@ _NAMES = {type(None): "none", bool: "bool", int: "int", float: "float", str: "st
 def save_cache(path: str | Path, caches: Sequence[Any], model: Any = None) -> None:
     """Write the caches of one sequence, compressed as they are held, to ``path``; an older file is replaced at the end.
 
-    ``caches`` is the list that ``for_model`` gave, mlx_lm's own caches in it included. With the ``model``, its weights'
-    fingerprint is written too, so that ``load_cache`` can tell two models of the same shape apart. Raises
-    CacheStateError for batches and for caches that a file cannot hold; then nothing is written.
+    ``caches`` is the list that ``for_model`` gave, mlx_lm's own caches in it included. Codes whose codec says so are
+    entropy coded, and come back bit for bit (``cache_report(caches, at_rest=True)`` says how many bytes that makes).
+    With the ``model``, its weights' fingerprint is written too, so that ``load_cache`` can tell two models of the same
+    shape apart. Raises CacheStateError for batches and for caches that a file cannot hold; then nothing is written.
     """
     arrays: dict[str, mx.array] = {}
     layers = []
@@ -46,13 +50,17 @@ def save_cache(path: str | Path, caches: Sequence[Any], model: Any = None) -> No
             raise CacheStateError(
                 f"cache {i} was made with {', '.join(lost)}, which a file cannot hold. Build the caches without it."
             )
-        scalars = {}
+        scalars, coded = {}, {}
+        kinds = _symbols(cache)
         for key, leaf in tree_flatten(cache.state):
-            if isinstance(leaf, mx.array):
-                arrays[f"{i}.{key}"] = leaf
-            else:
+            if not isinstance(leaf, mx.array):
                 scalars[key] = [_NAMES[type(leaf)], leaf]
-        layers.append({"class": name, "scalars": scalars})
+            elif key in kinds:
+                arrays[f"{i}.{key}"] = entropy.encode_words(leaf, *kinds[key])
+                coded[key] = [kinds[key].bits, leaf.shape]
+            else:
+                arrays[f"{i}.{key}"] = leaf
+        layers.append({"class": name, "scalars": scalars, "coded": coded})
     header = json.dumps({"format": FORMAT, "layers": layers, "weights": None if model is None else fingerprint(model)})
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".safetensors")
@@ -83,6 +91,8 @@ def load_cache(path: str | Path, model: Any) -> list[Any]:
         leaves: list[tuple[str, Any]] = [
             (name.partition(".")[2], array) for name, array in arrays.items() if name.startswith(f"{i}.")
         ]
+        coded = layer.get("coded", {})  # not in files of version 0.1
+        leaves = [(k, entropy.decode_words(a, *coded[k]) if k in coded else a) for k, a in leaves]
         leaves += [(key, value) for key, (_, value) in layer["scalars"].items()]
         cache = getattr(mlx_cache, layer["class"]).from_state(tree_unflatten(leaves))
         if isinstance(cache, CompressedKVCache):
@@ -103,6 +113,14 @@ def fingerprint(model: Any) -> str:
         digest.update(f"{name} {weight.shape} {weight.dtype}".encode())
         digest.update(_bytes(weight.reshape(-1)[:8]))
     return digest.hexdigest()
+
+
+def _symbols(cache: Any) -> dict[str, Symbols]:
+    """Which leaves of the cache's state are entropy coded, and how. The state is a header and then every array."""
+    if not isinstance(cache, CompressedKVCache):
+        return {}
+    kinds = rest.symbols(cache)
+    return {str(i): kinds[name] for i, name in enumerate(cache.arrays(), start=1) if name in kinds}
 
 
 def _check_layer(path: str | Path, i: int, cache: CompressedKVCache, slot: Slot) -> None:

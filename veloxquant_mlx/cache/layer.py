@@ -20,7 +20,7 @@ from ..core.types import LayerInfo, Recipe
 from ..observers.reporter import Reporter
 from . import state as saved
 from .checks import FiniteWatch, check_rows
-from .lifecycle import Lifecycle
+from .lifecycle import Lifecycle, Phase
 from .registry import method
 from .store import Store
 
@@ -132,11 +132,12 @@ class CompressedKVCache(_Base):
         self._mode, self._issued = Mode.HANDLE, None
         store = self._store
         mask = masks.for_rows(mask, self.offset, store.n, store.positions, queries.shape[1])
-        view = self._key_view()
+        mask = masks.without_holes(mask, store, queries.shape[2], queries.shape[1])
+        view, retrieval = self._key_view(), None if self._recipe.eviction is None else self._recipe.eviction.retrieval
         if self._config.enable_vectorized_attend:
-            out, path = entry.attention(store, queries, scale, mask, sinks, view, self._config.dtype)
+            out, path = entry.attention(store, queries, scale, mask, sinks, view, retrieval, self._config.dtype)
         else:
-            out, path = entry.decoded(store, queries, scale, mask, sinks, view)
+            out, path = entry.decoded(store, queries, scale, mask, sinks, view, retrieval)
         self._paths.add(path.value)
         self._life.attended(queries, scale, sinks)
         if not self.shared:  # other readers of this step must find the same rows: settled by the next update
@@ -186,7 +187,7 @@ class CompressedKVCache(_Base):
             self.offset -= n
             self._issued = None
             if self.offset == 0:
-                self._watch = FiniteWatch()
+                self._watch, self._life.phase = FiniteWatch(), Phase.EMPTY
             self._life.reporter.tell("trim", n, begun, self._store, self.offset)
         return n
 
@@ -268,9 +269,10 @@ class CompressedKVCache(_Base):
         """Decoded keys ``(B, H, n, Dk)`` and values ``(B, H, n, Dv)`` of the rows held, in the dtype they came in."""
         if self._store.n == 0:
             raise CacheStateError("materialize on an empty cache; call update_and_fetch first")
+        self._store.compact()
         keys, values, view = self._store.keys, self._store.values, self._key_view()
         rows = keys.dense(dtype=keys.dtype)
-        return view(rows) if view else rows, values.dense(dtype=values.dtype)
+        return view(rows, 0) if view else rows, values.dense(dtype=values.dtype)
 
     def settle(self) -> None:
         """Act on the last update, once: observe its queries, drop rows, encode what left the windows."""
@@ -283,10 +285,14 @@ class CompressedKVCache(_Base):
 
     @property
     def positions(self) -> mx.array:
-        """Positions ``(B | 1, H | 1, n)`` int32 of the rows held, oldest first."""
-        if self._store.positions is not None:
-            return self._store.positions
-        return mx.arange(self._store.n, dtype=mx.int32)[None, None]
+        """Positions ``(B | 1, H | 1, n)`` int32 of the rows held, oldest first; -1 pads heads that keep fewer rows."""
+        self._store.compact()
+        return self._store.positions_or_range()
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the method cannot work without the model's real queries."""
+        return self._life.needs_queries
 
     @property
     def config(self) -> KVCacheConfig:
@@ -336,7 +342,7 @@ class CompressedKVCache(_Base):
         return {
             "method": self._config.method,
             "tokens": self.offset,
-            "rows": self._store.n,
+            "rows": self._store.live,
             "elements": self._elements,
             "bytes": self.held_bytes(),
             "attention": sorted(self._paths) or [self._mode.value],
@@ -380,6 +386,11 @@ class CompressedKVCache(_Base):
                 f"method={self._config.method!r} needs the model's queries, but this model's attention does not go "
                 "through mlx_lm's shared attention function. Choose a method that needs no queries."
             )
+        if self._recipe.eviction is not None and self._recipe.eviction.ragged:
+            raise QuantizerConfigError(
+                f"method={self._config.method!r} keeps different numbers of rows per head, which this model's own "
+                "attention code cannot be told. Choose a method with one budget for all heads."
+            )
         self._mode = Mode.ARRAY
 
     def _issue(self, arrays: tuple[mx.array, mx.array] | None) -> tuple[Any, Any]:
@@ -398,7 +409,7 @@ class CompressedKVCache(_Base):
     def _key_view(self) -> entry.KeyView | None:
         """How keys must be changed before attention sees them, None for not at all."""
         ev = self._recipe.eviction
-        return None if ev is None else ev.key_view(self.offset - self._store.n)
+        return None if ev is None else ev.key_view(self.offset - self._store.live)
 
 
 # mlx_lm's load_prompt_cache and CacheList look classes up by name in their own module.

@@ -8,11 +8,12 @@ import mlx.core as mx
 
 from ..core.types import Recipe
 from ..observers.reporter import Reporter
+from ..policies.scores import Step
 from .store import Store
 
 
 class Phase(Enum):
-    """Where a policy that drops rows stands (the first single-token call after a prompt ends the prompt)."""
+    """Where a sequence stands (the first single-token call after a longer one ends the prompt)."""
 
     EMPTY = "empty"
     PREFILL = "prefill"
@@ -23,26 +24,30 @@ class Lifecycle:
     """Acts on the rows of one update, once, after every attention over it.
 
     ``new`` counts the rows of the update whose attention is still to come; ``queries``, ``scale`` and learned ``sinks``
-    are those of its attention, kept only where the policy's score watches them. An int in ``capacity`` turns the rule
-    of the papers (drop at the end of the prompt) into a hard cap.
+    are those of its attention, kept only where something watches them. An int in ``capacity`` turns the rule of the
+    papers (drop at the end of the prompt) into a hard cap. ``budget`` overrides the policy's own, once other layers had
+    their say.
     """
 
     def __init__(self, recipe: Recipe, capacity: int | None, reporter: Reporter) -> None:
-        self.eviction, self.capacity, self.reporter = recipe.eviction, capacity, reporter
+        self.eviction, self.guide, self.deferred = recipe.eviction, recipe.guide, recipe.deferred
+        self.capacity, self.reporter = capacity, reporter
         self.phase = Phase.EMPTY
         self.new = 0
         self.queries: mx.array | None = None
         self.scale = 1.0
         self.sinks: mx.array | None = None
+        self.budget: int | None = None
 
     @property
     def needs_queries(self) -> bool:
-        """Whether rows are dropped by what the model's queries attend to."""
-        return self.eviction is not None and self.eviction.score is not None
+        """Whether the method cannot work without what the model's queries attend to."""
+        ev, guide = self.eviction, self.guide
+        return (ev is not None and ev.needs_queries) or (guide is not None and guide.needs_queries)
 
     def attended(self, queries: mx.array, scale: float, sinks: mx.array | None) -> None:
         """Note one attention over the update: ``queries`` ``(B, Hq, L, D)`` and learned sink logits ``(Hq,)``."""
-        if self.new and self.needs_queries:
+        if self.new and (self.eviction is not None and self.eviction.watches or self.guide is not None):
             self.queries, self.scale, self.sinks = queries, scale, sinks
 
     def settle(self, store: Store, offset: int) -> None:
@@ -50,43 +55,48 @@ class Lifecycle:
         new, queries, self.new, self.queries = self.new, self.queries, 0, None
         if new == 0:
             return
-        if self.eviction is None:
-            self._seal(store, offset)
-            return
         prompt, ends = self.phase is not Phase.DECODE or new > 1, self.phase is Phase.PREFILL and new == 1
-        # Once rows were dropped, queries matter again only from the next turn's prompt on.
-        if queries is not None and (prompt or self.capacity is not None or store.n == offset):
-            self.eviction.observe(store, queries)
+        ev, step = self.eviction, None if queries is None else Step(queries, self.scale, self.sinks, offset)
+        if step is not None and self.guide is not None:
+            self.guide.observe(store, step)
+        if ev is not None:
+            # Once rows were dropped for good, queries matter again only from the next turn's prompt on.
+            if step is not None and (prompt or ev.per_step or self.capacity is not None or store.n == offset):
+                ev.observe(store, step)
         self.phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
-        if self.eviction.bounded or ends or (self.capacity is not None and store.n > self.capacity):
-            self._evict(store, offset, prompt)
-        if self.eviction.bounded or self.phase is Phase.DECODE:
-            self._seal(store, offset)
+        if ev is not None:
+            over = self.capacity is not None and store.live > self.capacity
+            if ev.bounded or ends or over or (ev.per_step and not prompt):
+                self._evict(store, offset, prompt)
+        waits = self.deferred or (ev is not None and not ev.bounded)
+        if not waits or self.phase is Phase.DECODE:
+            self._seal(store, offset, ends)
 
     def end_prefill(self, store: Store, offset: int) -> None:
         """The prompt is complete, whatever the number of tokens that come next."""
-        if self.eviction is None:
+        if self.eviction is None and not self.deferred:
             return
         self.settle(store, offset)
-        if self.phase is Phase.PREFILL or store.n == offset:
+        ends = self.phase is Phase.PREFILL or store.n == offset
+        if self.eviction is not None and ends:
             self._evict(store, offset, True)
-        self._seal(store, offset)
+        self._seal(store, offset, ends)
         self.phase = Phase.DECODE
 
     def _evict(self, store: Store, offset: int, prompt: bool) -> None:
         assert self.eviction is not None
         begun = self.reporter.begin(store)
-        dropped = self.eviction.drop(store, self.scale, self.sinks)
+        dropped = self.eviction.drop(store, offset, prompt, self.scale, self.sinks, self.budget)
         if not dropped:
             return
-        if self.capacity is None and not self.eviction.bounded:
+        if self.capacity is None and not self.eviction.bounded and not self.eviction.per_step:
             self.eviction.forget(store)
         if prompt and not self.eviction.bounded:
             # A prompt's rows are many: what is dropped is freed now, not when somebody next looks at what stays.
             mx.eval(list(store.arrays().values()))
         self.reporter.tell("evict", dropped, begun, store, offset)
 
-    def _seal(self, store: Store, offset: int) -> None:
+    def _seal(self, store: Store, offset: int, ends: bool) -> None:
         begun = self.reporter.begin(store)
-        if rows := store.seal():
+        if rows := store.seal(self.guide, ends):
             self.reporter.tell("encode", rows, begun, store, offset)

@@ -10,6 +10,8 @@ from ..core.text import size
 from ..models.inspect import NATIVE_REASONS
 from .batch import CompressedBatchCache
 from .layer import CompressedKVCache
+from .rest import AtRest
+from .rest import at_rest as at_rest_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class LayerReceipt:
     uncompressed: int
     attention: tuple[str, ...]
     notes: tuple[str, ...]
+    at_rest: AtRest | None = field(default=None, compare=False)  # layers that differ in it alone share a line
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +55,11 @@ class CacheReport:
     def uncompressed(self) -> int:
         """Bytes of 16-bit keys and values for the tokens seen, over the layers whose size is known."""
         return sum(layer.uncompressed for layer in self.layers)
+
+    @property
+    def at_rest(self) -> AtRest | None:
+        """What a file of all layers takes; None where that was not asked."""
+        return _at_rest(self.layers)
 
     @property
     def ratio(self) -> float:
@@ -83,19 +91,26 @@ class CacheReport:
             f"held {size(self.nbytes)} in {len(self.layers)} layers; compressed layers are {self.ratio:.2f}x smaller "
             "than 16-bit keys and values of the same tokens"
         )
+        if rest := self.at_rest:
+            line = f"at rest {size(rest.nbytes)}, as save_cache writes it"
+            if rest.coded:
+                bound = f"the empirical entropy of their codes, a bound that is not reached, is {size(rest.entropy)}"
+                line += f"; {size(rest.coded)} of that are entropy-coded bytes with their tables ({bound})"
+            lines.append(line)
         return "\n".join(lines)
 
 
-def cache_report(caches: Sequence[Any]) -> CacheReport:
+def cache_report(caches: Sequence[Any], at_rest: bool = False) -> CacheReport:
     """The receipt of a list of caches, one entry per cache, batches and those of mlx_lm included.
 
+    With ``at_rest`` everything is encoded as ``save_cache`` would, to say what a file takes; that needs its time.
     A constant that several layers share is counted once, at the first of them; each cache's own ``nbytes`` has it in.
     """
     counted: set[int] = set()
-    return CacheReport(tuple(_receipt(cache, counted) for cache in caches))
+    return CacheReport(tuple(_receipt(cache, counted, at_rest) for cache in caches))
 
 
-def _receipt(cache: Any, counted: set[int]) -> LayerReceipt:
+def _receipt(cache: Any, counted: set[int], rest: bool) -> LayerReceipt:
     if isinstance(cache, CompressedKVCache):
         seen = cache.describe()
         constants = cache.constants()
@@ -109,14 +124,17 @@ def _receipt(cache: Any, counted: set[int]) -> LayerReceipt:
             uncompressed=2 * seen["elements"],
             attention=tuple(seen["attention"]),
             notes=tuple(seen["notes"]),
+            at_rest=at_rest_of(cache) if rest else None,
         )
     if isinstance(cache, CompressedBatchCache):
-        return _joined([_receipt(row, counted) for row in cache.rows])
+        return _joined([_receipt(row, counted, rest) for row in cache.rows])
     name = type(cache).__name__
     tokens = cache.size() if hasattr(cache, "size") else 0
     plain = "uncompressed: the model's own cache" if name == "KVCache" else f"{name}: left to the model"
     reason = getattr(cache, "left_alone", None) or NATIVE_REASONS.get(name, plain)
-    return LayerReceipt("-", tokens, tokens, 0, 0 if cache.empty() else cache.nbytes, 0, 0, 0, (reason,), ())
+    held = 0 if cache.empty() else cache.nbytes
+    bare = AtRest(held, 0, 0) if rest else None
+    return LayerReceipt("-", tokens, tokens, 0, held, 0, 0, 0, (reason,), (), bare)
 
 
 def _joined(rows: list[LayerReceipt]) -> LayerReceipt:
@@ -131,7 +149,13 @@ def _joined(rows: list[LayerReceipt]) -> LayerReceipt:
         **{name: sum(getattr(row, name) for row in rows) for name in sums},
         attention=union(row.attention for row in rows),
         notes=union(row.notes for row in rows),
+        at_rest=_at_rest(rows),
     )
+
+
+def _at_rest(receipts: Iterable[LayerReceipt]) -> AtRest | None:
+    parts = [receipt.at_rest for receipt in receipts if receipt.at_rest is not None]
+    return sum(parts, AtRest(0, 0, 0)) if parts else None
 
 
 def _runs(layers: Sequence[LayerReceipt]) -> list[tuple[int, int, LayerReceipt]]:

@@ -20,7 +20,7 @@ from .lifecycle import Phase
 if TYPE_CHECKING:
     from .layer import CompressedKVCache
 
-FORMAT = 1
+FORMAT = 2
 _PACKAGE = __name__.partition(".")[0]
 # Names of the arrays that wait to be acted on: queries and learned sinks of the last attention, its finite note.
 QUERIES, SINKS, FINITE = "pending.queries", "pending.sinks", "pending.finite"
@@ -42,6 +42,7 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
         "phase": cache._life.phase.name,
         "scale": cache._life.scale,
         "new": cache._life.new,
+        "budget": cache._life.budget,
         "unchecked": None if pending is None else pending[0],
         "rows": cache._store.counts(),
         "kind": [(s.batch, s.heads, s.dim, _dtype_name(s.dtype)) for s in (cache._store.keys, cache._store.values)],
@@ -73,6 +74,7 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     cache._reset()
     cache.offset, life = header["offset"], cache._life
     life.phase, life.scale, life.new = Phase[header["phase"]], header["scale"], header["new"]
+    life.budget = header["budget"]
     # Array objects of our own: buffers are written in place, and the state's arrays belong to whoever holds them.
     held = {name: mx.array(array) for name, array in zip(names, arrays, strict=True)}
     life.queries, life.sinks = held.pop(QUERIES, None), held.pop(SINKS, None)

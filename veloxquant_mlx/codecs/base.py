@@ -35,6 +35,14 @@ def cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
     return (mx.clip(x, -F16_MAX, F16_MAX) if dtype == mx.float16 else x).astype(dtype)
 
 
+def take_rows(x: mx.array, index: mx.array) -> mx.array:
+    """``x`` ``(B, H, n, D)`` at rows ``index`` ``(B | 1, H | 1, m)``, into a buffer of its own."""
+    if index.shape[0] == index.shape[1] == 1:
+        return mx.take(x, index[0, 0], axis=2)
+    b, h, _, d = x.shape
+    return mx.take_along_axis(x, mx.broadcast_to(index[..., None], (b, h, index.shape[2], d)), axis=2)
+
+
 class Axis(NamedTuple):
     """Where the tokens run in one array of a codec's codes.
 
@@ -62,16 +70,33 @@ class Codec(ABC):
     arrays of the codes and how tokens run in them, so that the store can grow, cut and gather any codec's codes
     without knowing what they mean.
 
+    A codec with ``fit_rows`` needs that many rows before it can encode: the store calls ``fit`` once and works with
+    what ``bind`` makes of the result; with ``refit_rows`` it calls ``refit`` whenever so many more rows are sealed.
+
     ``symbols`` names the arrays that a cache file holds entropy coded (``codecs/entropy.py``).
     """
 
     block: int = 1
+    fit_rows: int = 0
+    refit_rows: int = 0
     layout: Mapping[str, Axis]
     symbols: Mapping[str, Symbols] = MappingProxyType({})
 
     @abstractmethod
     def encode(self, x: mx.array) -> Codes:
         """Codes of ``x`` ``(B, H, n, D)``, any float dtype, ``n`` a multiple of ``block``. Work is done in float32."""
+
+    def fit(self, x: mx.array) -> Codes:
+        """Arrays that the first ``fit_rows`` rows ``(B, H, fit_rows, D)`` teach; they belong to the sequence."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing to fit")
+
+    def refit(self, x: mx.array) -> Codes:
+        """For a bound codec with ``refit_rows``: what the last so many rows, decoded, teach for the tokens to come."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing to fit")
+
+    def bind(self, fitted: Codes) -> Codec:
+        """The codec that works with what ``fit`` (or ``refit``) gave."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing to fit")
 
     @abstractmethod
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -97,6 +122,11 @@ class Codec(ABC):
             start += rows.shape[2]
         return sums[-1].astype(p.dtype)
 
+    def rows(self, codes: Codes, start: int, stop: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """Rows ``start`` to ``stop`` decoded; only the blocks touched are."""
+        low, high = start // self.block * self.block, -(-stop // self.block) * self.block
+        return self.decode(self.cut(codes, low, high), dtype)[..., start - low : stop - low, :]
+
     def n_tokens(self, codes: Codes) -> int:
         """How many tokens the codes hold."""
         name, (axis, slots) = next(iter(self.layout.items()))
@@ -111,9 +141,28 @@ class Codec(ABC):
             out[name] = codes[name][tuple(index)]
         return out
 
+    def take(self, codes: Codes, index: mx.array) -> Codes | None:
+        """The codes of tokens ``index`` ``(B, H, m)``; None where tokens or heads are not coded on their own."""
+        out = {}
+        for name, (axis, slots) in self.layout.items():
+            array = codes[name]
+            if self.block != 1 or slots != 1 or axis % array.ndim != 2:
+                return None
+            wide = index.reshape(*index.shape, *[1] * (array.ndim - 3))
+            out[name] = mx.take_along_axis(array, mx.broadcast_to(wide, (*index.shape, *array.shape[3:])), axis=2)
+        return out
+
     def tiles(self, codes: Codes, rows: int = TILE) -> list[Codes]:
         """The codes in pieces of about ``rows`` tokens."""
         n, step = self.n_tokens(codes), max(rows // self.block, 1) * self.block
         if n <= step:
             return [codes]
         return [self.cut(codes, start, min(start + step, n)) for start in range(0, n, step)]
+
+
+class GuidedCodec(Codec):
+    """A codec that is told about the rows it encodes what the recipe's guide (``policies.guide``) knows of them."""
+
+    @abstractmethod
+    def encode_guided(self, x: mx.array, guide: mx.array) -> Codes:
+        """Codes of ``x`` ``(B, H, n, D)`` under what ``Guide.rows`` gave for the same rows."""

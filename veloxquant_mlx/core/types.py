@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..codecs.base import Codec
     from ..models.rope import Rotation, UnknownRotation
     from ..policies.eviction import Eviction
+    from ..policies.guide import Guide
 
 
 def is_int(value: Any) -> TypeGuard[int]:
@@ -44,22 +45,37 @@ class LayerInfo:
 class Stream:
     """How one tensor (keys or values) of a layer is stored, as a function of the row count alone.
 
-    Rows run ``[sinks | sealed | tail]``: the first ``sinks`` rows and the newest rows stay in the model's dtype; the
-    rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist. ``codec=None``
-    keeps everything as it came. ``dtype`` casts the rows on arrival, None keeps the model's.
-    ``bounded`` says that a policy caps the float rows, so that no room to grow is held.
+    Rows run ``[sinks | prompt | sealed | tail]``: the first ``sinks`` rows and the newest rows stay in the model's
+    dtype; the rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist.
+    ``codec=None`` keeps everything as it came. With a ``prompt`` codec (which needs ``Recipe.deferred``) all rows of
+    the first prompt that are due at its end become one block of that codec, whatever their number. With a ``rotation``
+    (of keys) codecs see rows as they were before it. ``dtype`` casts the rows on arrival, None keeps the model's.
+    ``fit_rows`` fits the codec on fewer rows than it asks for. ``bounded`` says that a policy caps the float rows, so
+    that no room to grow is held.
     """
 
     codec: Codec | None = None
+    prompt: Codec | None = None
     window: int = 0
     chunk: int = 1
     sinks: int = 0
+    rotation: Rotation | None = None
+    fit_rows: int | None = None
     dtype: mx.Dtype | None = None
     bounded: bool = False
 
-    def n_sealed(self, rows: int) -> int:
-        """Sealed rows after ``rows`` rows: independent of how they arrived."""
-        if self.codec is None:
+    @property
+    def first_rows(self) -> int:
+        """Rows that the codec is fitted on; nothing is sealed before there are so many after the sinks."""
+        own = self.codec.fit_rows if self.codec is not None else 0
+        return own if self.fit_rows is None else min(self.fit_rows, own)
+
+    def n_sealed(self, rows: int, fitted: bool = False) -> int:
+        """Rows that ``codec`` holds after ``rows`` rows, those of a prompt block left out of account.
+
+        Independent of how the rows arrived. A codec that is not ``fitted`` yet waits for the rows of its fit.
+        """
+        if self.codec is None or (not fitted and rows < self.sinks + self.first_rows):
             return 0
         return max(0, rows - self.sinks - self.window) // self.chunk * self.chunk
 
@@ -68,11 +84,14 @@ class Stream:
 class Recipe:
     """What a method builds: the storage of keys and values, what may be dropped, and notes for the receipt.
 
-    ``from_store`` says that constants came out of ``config.store``: without it the recipe cannot be built again.
+    ``deferred``: nothing is sealed before the prompt ends. ``guide`` tells the codecs what the model's queries attend
+    to. ``from_store`` says that constants came out of ``config.store``: without it the recipe cannot be built again.
     """
 
     keys: Stream
     values: Stream
     eviction: Eviction | None = None
+    deferred: bool = False
+    guide: Guide | None = None
     notes: tuple[str, ...] = ()
     from_store: bool = False

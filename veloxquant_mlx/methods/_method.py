@@ -96,11 +96,6 @@ class MethodInfo:
     standalone: bool = False
     reads: Mapping[str, Valid] = field(default_factory=dict)
 
-    @property
-    def needs_queries(self) -> bool:
-        """True when the method cannot work without the model's real queries, whatever its options."""
-        return "real queries" in self.needs and "only" not in self.needs
-
 
 # The shared fields of the two-stream split (TurboQuant, arXiv:2504.19874).
 TWO_STREAM: Mapping[str, Valid] = MappingProxyType(

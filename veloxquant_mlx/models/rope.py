@@ -36,6 +36,19 @@ class Rotation:
         wide = x.astype(mx.float32)
         return (wide * cos + mx.take(wide, mx.array(self.partner), axis=-1) * sin).astype(x.dtype)
 
+    def turn(self, x: mx.array, positions: mx.array) -> mx.array:
+        """Turn row i of ``x`` (B, H, n, D) on by ``positions`` (B | 1, H | 1, n) int32; negative turns back.
+
+        Angles of far positions carry the rounding of float32 (0.006 rad at 100,000); turning there and back is exact
+        all the same, since both ways use the same angle.
+        """
+        turns = mx.abs(positions)[..., None].astype(mx.float32) * mx.array((self.rate / _TURN).astype(np.float32))
+        angle = (turns - mx.floor(turns)) * _TURN
+        sign = mx.where(positions < 0, -1.0, 1.0)[..., None]
+        wide = x.astype(mx.float32)
+        turned = wide * mx.cos(angle) + mx.take(wide, mx.array(self.partner), axis=-1) * (mx.sin(angle) * sign)
+        return turned.astype(x.dtype)
+
     def within(self, size: int) -> Rotation:
         """The same rotation of the first channels of vectors of ``size``."""
         more = np.arange(self.rate.size, size, dtype=self.partner.dtype)

@@ -2,52 +2,130 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 
 from ..models.rope import Rotation
 from . import select
-from .scores import Score
+from .scores import Score, Step
 
 if TYPE_CHECKING:
     from ..attention.entry import KeyView
     from ..cache.store import Store
+
+# A budget in rows per kv head, from the rows held when the prompt ends.
+Budget = Callable[[int], int]
+
+
+class Selector(Protocol):
+    """Chooses the rows that stay."""
+
+    def __call__(self, store: Store, score: mx.array, budget: int) -> tuple[mx.array, mx.array | None]:
+        """Rows to keep and which of them are no padding (None: all), from protected scores ``(B, H | 1, n)``.
+
+        The index is ``(B | 1, H | 1, m)``, ascending per head.
+        """
+        ...
+
+
+class Merge(Protocol):
+    """What becomes of a row before it is dropped in decoding."""
+
+    def __call__(self, store: Store, victim: mx.array, step: int) -> None:
+        """Move something of row ``victim`` ``(B | 1, H | 1, 1)`` to other rows; ``step`` is the number of tokens seen."""
+        ...
+
+
+class Retrieval(Protocol):
+    """Attention over some of the rows held."""
+
+    def select(self, store: Store, q: mx.array, scale: float) -> mx.array | None:
+        """Rows ``(B, H, k)`` that queries ``q`` ``(B, Hq, 1, D)`` attend to; None for all."""
+        ...
 
 
 @dataclass(frozen=True)
 class Eviction:
     """Keep at most ``budget`` rows per kv head: the first ``sinks`` positions, the newest ``recent`` rows, top scores.
 
-    Rows are dropped at the end of the prompt, or after every call with ``bounded=True``. Without a ``score`` the kept
-    rows are sinks and recents alone (``sinks + recent == budget``). With a ``rotation`` the sink rows' keys are moved
-    along by as many positions as rows were dropped: streaming methods count positions inside the cache.
+    Rows are dropped at the end of the prompt; with ``per_step`` also one after every later token, with ``bounded``
+    after every call. Without a ``score`` the kept rows are sinks and recents alone (``sinks + recent == budget``).
+    ``select`` replaces the choice of the top scores at the end of a prompt (``ragged``: heads then keep different numbers
+    of rows), ``merge`` acts on a row that decoding drops, ``retrieval`` reads some of the rows only.
+    With a ``rotation`` the sink rows' keys are moved along by as many positions as rows were dropped: streaming methods
+    count positions inside the cache.
     """
 
-    budget: int
+    budget: int | Budget
     sinks: int = 0
     recent: int = 1
     score: Score | None = None
     bounded: bool = False
+    per_step: bool = False
+    select: Selector | None = None
+    merge: Merge | None = None
+    retrieval: Retrieval | None = None
+    ragged: bool = False
     rotation: Rotation | None = None
 
-    def observe(self, store: Store, q: mx.array) -> None:
+    @property
+    def needs_queries(self) -> bool:
+        """Whether rows are dropped by what the model's queries attend to."""
+        return self.retrieval is not None or (self.score is not None and self.score.needs_queries)
+
+    @property
+    def watches(self) -> bool:
+        """Whether anything is to be seen after an attention."""
+        return self.score is not None
+
+    def rows(self, n: int) -> int:
+        """The budget where ``n`` rows are held at the end of a prompt."""
+        return self.budget if isinstance(self.budget, int) else self.budget(n)
+
+    def observe(self, store: Store, step: Step) -> None:
         """See the queries of one call."""
         if self.score is not None:
-            self.score.observe(store, q)
+            self.score.observe(store, step)
 
-    def drop(self, store: Store, scale: float, sinks: mx.array | None) -> int:
-        """Drop the rows beyond the budget; returns how many per head. ``sinks`` are learned sink logits."""
-        excess = store.n - self.budget
+    def drop(
+        self, store: Store, offset: int, prompt: bool, scale: float, sinks: mx.array | None, budget: int | None = None
+    ) -> int:
+        """Drop the rows beyond the budget; returns how many per head.
+
+        ``offset`` counts the tokens seen, ``prompt`` says that they came as a prompt, ``sinks`` are learned sink logits,
+        ``budget`` overrides the policy's own.
+        """
+        budget = self.rows(store.live) if budget is None else budget
+        excess = store.live - budget
         if excess <= 0:
             return 0
         if self.score is None:
-            store.cut(self.sinks, self.sinks + excess)
+            if excess == 1 and not prompt and (self.per_step or store.sealed):
+                self._drop_one(store, select.oldest(store.positions_or_range(), self.sinks), offset, budget)
+            else:
+                store.compact()
+                store.cut(self.sinks, self.sinks + excess)
+            return excess
+        positions = store.positions_or_range()
+        score = self.score.score(store, scale, sinks)
+        if excess == 1 and self.per_step and not prompt:
+            guarded = select.protect(score, positions, self.sinks, self.recent, offset, hole=mx.inf)
+            self._drop_one(store, select.lowest(guarded, positions), offset, budget)
+            return 1
+        score = select.protect(score, positions, self.sinks, self.recent, offset, hole=-mx.inf)
+        if self.select is None:
+            store.keep(*select.top(score, positions, budget))
         else:
-            score = select.protect(self.score.score(store, scale, sinks), store.positions, self.sinks, self.recent)
-            store.keep(select.top(score, self.budget))
+            store.keep(*self.select(store, score, budget))
         return excess
+
+    def _drop_one(self, store: Store, victim: mx.array, offset: int, budget: int) -> None:
+        if self.merge is not None:
+            self.merge(store, victim, offset)
+        store.drop_one(victim, slack=budget // 2)
 
     def forget(self, store: Store) -> None:
         """Free what the score remembers."""
@@ -55,8 +133,15 @@ class Eviction:
             self.score.forget(store)
 
     def key_view(self, dropped: int) -> KeyView | None:
-        """How attention must see keys ``(B, H, n, D)`` once ``dropped`` rows are gone; None for as they are."""
+        """How attention must see keys once ``dropped`` rows are gone; None for as they are."""
         rotation, sinks = self.rotation, self.sinks
         if rotation is None or dropped == 0 or sinks == 0:
             return None
-        return lambda keys: mx.concatenate([rotation(keys[:, :, :sinks], dropped), keys[:, :, sinks:]], axis=2)
+
+        def view(keys: mx.array, start: int) -> mx.array:
+            first = max(sinks - start, 0)
+            if first == 0:
+                return keys
+            return mx.concatenate([rotation(keys[:, :, :first], dropped), keys[:, :, first:]], axis=2)
+
+        return view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -14,20 +14,39 @@ if TYPE_CHECKING:
     from ..cache.store import Store
 
 
+class Step(NamedTuple):
+    """One attention: queries ``(B, Hq, L, D)`` exactly as it got them, its scale and learned sink logits ``(Hq,)``.
+
+    ``offset`` is the number of tokens seen: query i of L stands at position ``offset - L + i``.
+    """
+
+    queries: mx.array
+    scale: float
+    sinks: mx.array | None
+    offset: int
+
+
 class Score(ABC):
-    """Watches the queries of every call and scores the rows when asked. What it remembers lives in ``store.aux``."""
+    """Watches every attention and scores the rows when asked.
+
+    What it remembers lives in the store: per row in ``store.row_aux``, anything else in ``store.aux``. Rows need not lie
+    in the order of their positions. ``needs_queries``: it cannot work where attention does not come back to the cache.
+    """
+
+    needs_queries: bool = True
 
     @abstractmethod
-    def observe(self, store: Store, q: mx.array) -> None:
-        """See the queries ``q`` ``(B, Hq, L, D)`` of one call, exactly as attention got them."""
+    def observe(self, store: Store, step: Step) -> None:
+        """See one attention over the rows held, the newest included."""
 
     @abstractmethod
     def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
-        """Scores ``(B, H, n)``; infinity marks rows that the score itself protects."""
+        """Scores ``(B, H | 1, n)``, higher for rows to keep; infinity marks rows that the score itself protects."""
 
     def forget(self, store: Store) -> None:
         """Drop what was remembered: the rows that it belongs to have been chosen."""
         store.aux.clear()
+        store.row_aux.clear()
 
 
 @dataclass(frozen=True)
@@ -46,8 +65,8 @@ class WindowAttention(Score):
     batched: bool = True
     decoded: bool = False
 
-    def observe(self, store: Store, q: mx.array) -> None:
-        old = store.aux.get("queries")
+    def observe(self, store: Store, step: Step) -> None:
+        old, q = store.aux.get("queries"), step.queries
         if q.shape[2] < self.window and old is not None:
             q = mx.concatenate([old, q], axis=2)
         store.aux["queries"] = q[:, :, -self.window :] * 1  # own buffer: a slice would hold the whole chunk
@@ -56,8 +75,9 @@ class WindowAttention(Score):
         q, h = store.aux["queries"].astype(mx.float32) * scale, store.keys.heads
         b, hq, window, d = q.shape
         rows = q.reshape(b, h, hq // h * window, d)
+        live = masks.live(store)
         if self.batched and not self.decoded:
-            seen = self._seen(store.keys.scores(rows), window, sinks)
+            seen = self._seen(store.keys.scores(rows), window, sinks, live)
         else:
             # One head at a time is also cast by itself: float32 copies of all heads' keys would be the larger scratch.
             keys, step = store.keys.dense(dtype=mx.float32 if self.batched else None), h if self.batched else 1
@@ -66,15 +86,17 @@ class WindowAttention(Score):
                 one = mx.depends([rows[:, head : head + step]], parts[-1:])[0]
                 share = None if sinks is None else sinks.reshape(h, -1)[head : head + step]
                 some = keys[:, head : head + step].astype(mx.float32)
-                parts.append(self._seen(one @ some.swapaxes(-1, -2), window, share))
+                mine = live if live is None or live.shape[1] == 1 else live[:, head : head + step]
+                parts.append(self._seen(one @ some.swapaxes(-1, -2), window, share, mine))
             seen = mx.concatenate(parts, axis=1)
         pooled = pool(seen, self.kernel, self.pooling)
         return mx.concatenate([pooled, mx.full((b, h, window), mx.inf)], axis=-1)
 
-    def _seen(self, scores: mx.array, window: int, sinks: mx.array | None) -> mx.array:
+    def _seen(self, scores: mx.array, window: int, sinks: mx.array | None, live: mx.array | None) -> mx.array:
         """Mean weight ``(B, H, n - window)`` from scores ``(B, H, R * window, n)``."""
         b, h, rows, n = scores.shape
         z = masks.apply(scores.reshape(b, h, rows // window, window, n), "causal", past=n - window)
+        z = masks.apply(z, live, past=n - window)
         return reference.softmax(z, sinks)[..., : n - window].mean(axis=(2, 3))
 
 

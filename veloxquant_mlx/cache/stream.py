@@ -1,0 +1,467 @@
+"""One tensor (keys or values) of one layer: float rows, sealed codes, and how they are read. The same for every codec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ..codecs.base import TILE, Codec, Codes, GuidedCodec, after, compute_dtype, take_rows
+from ..core.types import Stream
+
+# Buffers grow by this many rows, so that appending one token is one small write. Held and counted in nbytes.
+GROW = 64
+
+# Something per row, for rows ``start`` to ``stop``: positions, or what a guide knows.
+PerRow = Callable[[int, int], mx.array]
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _own(x: mx.array) -> mx.array:
+    """A copy in a buffer of its own: a slice that is kept would keep its whole parent alive."""
+    return x * 1
+
+
+class Rows:
+    """Rows ``(B, H, n, D)`` in a buffer whose capacity is ``n`` rounded up to ``step``, whatever the history."""
+
+    def __init__(self, step: int = 1):
+        self.step, self.n = step, 0
+        self.data: mx.array | None = None
+
+    def append(self, x: mx.array) -> None:
+        """Add rows at the end."""
+        old, n = self.view(), self.n + x.shape[2]
+        if self.data is not None and n <= self.data.shape[2]:
+            self.data[..., self.n : n, :] = x
+        elif self.step == 1 and old is not None:
+            self.data = mx.concatenate([old, x], axis=2)
+        else:
+            self.data = _padded([x] if old is None else [old, x], _round_up(n, self.step) - n)
+        self.n = n
+
+    def view(self) -> mx.array | None:
+        """The rows held, or None where there are none."""
+        if self.data is None or self.n == self.data.shape[2]:
+            return self.data
+        return self.data[..., : self.n, :]
+
+    def replace(self, x: mx.array | None) -> None:
+        """Hold exactly the rows of ``x``."""
+        if x is None or x.shape[2] == 0:
+            self.data, self.n = None, 0
+        else:
+            self.n = x.shape[2]
+            self.data = _padded([x], _round_up(self.n, self.step) - self.n)
+
+    def put(self, x: mx.array, slot: mx.array) -> None:
+        """Overwrite one row per head: ``x`` ``(B, H, 1, D)`` at ``slot`` ``(B | 1, H | 1, 1)``."""
+        assert self.data is not None
+        index = mx.broadcast_to(slot[..., None], x.shape)
+        self.data = mx.put_along_axis(self.data, index, x.astype(self.data.dtype), axis=2)
+
+    def pop_front(self, m: int) -> mx.array:
+        """Take the oldest ``m`` rows out."""
+        rows = self.view()
+        assert rows is not None
+        front = rows[..., :m, :]
+        self.replace(rows[..., m:, :])
+        return front
+
+    def truncate(self, n: int) -> None:
+        """Keep the oldest ``n`` rows."""
+        rows = self.view()
+        if rows is not None and n < self.n:
+            self.replace(rows[..., :n, :])
+
+
+def _padded(parts: list[mx.array], extra: int) -> mx.array:
+    """The parts, one after another along the row axis, and ``extra`` zero rows: always a buffer of its own."""
+    if extra:
+        b, h, _, d = parts[-1].shape
+        parts = [*parts, mx.zeros((b, h, extra, d), parts[-1].dtype)]
+    return mx.concatenate(parts, axis=2) if len(parts) > 1 else _own(parts[0])
+
+
+class Packed:
+    """Sealed codes of ``n`` tokens, in buffers that hold ``n`` rounded up to whole growth steps."""
+
+    def __init__(self, codec: Codec):
+        self.spec, self.n = codec, 0
+        self.step = math.lcm(GROW, codec.block)
+        self.codes: Codes = {}
+        self.fitted: Codes = {}
+        self._bound: Codec | None = None
+
+    @property
+    def codec(self) -> Codec:
+        """The codec, bound to what was fitted where it needs a fit."""
+        if not self.fitted:
+            return self.spec
+        if self._bound is None:
+            self._bound = self.spec.bind(self.fitted)
+        return self._bound
+
+    def fit(self, fitted: Codes) -> None:
+        """Work with ``fitted`` from now on; an empty dict forgets a fit."""
+        self.fitted, self._bound = fitted, None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the buffers have room for. Tokens beyond ``n`` are zeros."""
+        return _round_up(self.n, self.step)
+
+    def append(self, codes: Codes, m: int) -> None:
+        """Add the codes of ``m`` tokens, a multiple of the codec's block."""
+        n, block = self.n + m, self.codec.block
+        room = self.capacity
+        for name, (axis, slots) in self.codec.layout.items():
+            new, at = codes[name], self.n // block * slots
+            index = [slice(None)] * new.ndim
+            if n > room:
+                shape = list(new.shape)
+                shape[axis] = (_round_up(n, self.step) - self.n) // block * slots
+                grown = mx.zeros(shape, new.dtype)
+                if self.n:
+                    index[axis] = slice(0, at)
+                    grown = mx.concatenate([self.codes[name][tuple(index)], grown], axis=axis)
+                self.codes[name] = grown
+            index[axis] = slice(at, at + m // block * slots)
+            self.codes[name][tuple(index)] = new
+        self.n = n
+
+    def view(self) -> Codes:
+        """The codes without spare room."""
+        return self.codes if self.n == self.capacity else self.codec.cut(self.codes, 0, self.n)
+
+    def truncate(self, n: int) -> None:
+        """Keep the oldest ``n`` tokens, a multiple of the codec's block."""
+        self.replace(self.codec.cut(self.codes, 0, n), n)
+
+    def replace(self, codes: Codes, n: int) -> None:
+        """Hold exactly the codes of these ``n`` tokens."""
+        self.n, self.codes = 0, {}
+        if n:
+            self.append(codes, n)
+
+
+class Block:
+    """The codes of one prompt: ``n`` tokens that were encoded together."""
+
+    def __init__(self, codec: Codec):
+        self.codec, self.n = codec, 0
+        self.codes: Codes = {}
+
+
+class StreamStore:
+    """One tensor of one layer: rows ``[sinks | prompt | packed | tail]``. ``where`` gives the positions of rows."""
+
+    def __init__(self, spec: Stream, where: PerRow):
+        self.spec, self._where = spec, where
+        # A tail that only grows gets room to grow; a bounded one is held to the row.
+        self.sinks, self.tail = Rows(), Rows(GROW if spec.codec is None and not spec.bounded else 1)
+        self.prompt = Block(spec.prompt) if spec.prompt is not None else None
+        self.packed = Packed(spec.codec) if spec.codec is not None else None
+        # Of the rows as they came; known from the first append on.
+        self.dtype, self.batch, self.heads, self.dim = mx.float32, 0, 0, 0
+
+    @property
+    def n_sealed(self) -> int:
+        """Rows held as codes."""
+        return sum(part.n for part in self._sealed())
+
+    @property
+    def n(self) -> int:
+        """Rows held."""
+        return self.sinks.n + self.n_sealed + self.tail.n
+
+    def _sealed(self) -> list[Block | Packed]:
+        return [part for part in (self.prompt, self.packed) if part is not None and part.n]
+
+    # ------------------------------------------------------------------------------------------------------- sealing
+
+    def seal(self, guide: PerRow | None = None, ends: bool = False) -> int:
+        """Encode every row that has left the window; returns how many. ``ends``: the first prompt is complete."""
+        if self.packed is None:
+            return 0
+        before = self.n_sealed
+        if ends and self.prompt is not None and not before:
+            due = self.n - self.spec.sinks - self.spec.window
+            if due > 0:
+                rows, start = self._take(due)
+                self.prompt.codes, self.prompt.n = self._encode(self.prompt.codec, rows, start, guide), due
+        held = self.prompt.n if self.prompt is not None else 0
+        due = self.spec.n_sealed(self.n - held, bool(self.packed.fitted)) - self.packed.n
+        if due > 0 and self.packed.spec.fit_rows and not self.packed.fitted:
+            self._fill_sinks()
+            rows, start = self.tail.view(), self.sinks.n + held
+            assert rows is not None
+            first = rows[..., : self.spec.first_rows, :]
+            self.packed.fit(self.packed.spec.fit(self._turn(first, start, back=True)))
+        while due > 0:
+            step, now = self.packed.spec.refit_rows, due
+            if step:
+                now = min(due, step - self.packed.n % step)
+            rows, start = self._take(now)
+            self.packed.append(self._encode(self.packed.codec, rows, start, guide), now)
+            due -= now
+            if step and self.packed.n % step == 0:
+                codec, n = self.packed.codec, self.packed.n
+                self.packed.fit(codec.refit(codec.rows(self.packed.codes, n - step, n, mx.float32)))
+        return self.n_sealed - before
+
+    def _fill_sinks(self) -> None:
+        if self.sinks.n < self.spec.sinks:
+            self.sinks.append(self.tail.pop_front(self.spec.sinks - self.sinks.n))
+
+    def _take(self, m: int) -> tuple[mx.array, int]:
+        """The oldest ``m`` float rows after the sinks, taken out of the tail, and the index of the first."""
+        self._fill_sinks()
+        return self.tail.pop_front(m), self.sinks.n + self.n_sealed
+
+    def _encode(self, codec: Codec, rows: mx.array, start: int, guide: PerRow | None) -> Codes:
+        rows = self._turn(rows, start, back=True)
+        if isinstance(codec, GuidedCodec):
+            assert guide is not None, "a guided codec needs a recipe with a guide"
+            return codec.encode_guided(rows, guide(start, start + rows.shape[2]))
+        return codec.encode(rows)
+
+    def _turn(self, rows: mx.array, start: int, back: bool = False) -> mx.array:
+        """Rows from index ``start`` on with their rotary positions taken out (``back``) or put in again."""
+        if self.spec.rotation is None:
+            return rows
+        positions = self._where(start, start + rows.shape[2])
+        return self.spec.rotation.turn(rows.astype(mx.float32) if back else rows, -positions if back else positions)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def dense(
+        self, start: int = 0, stop: int | None = None, dtype: mx.Dtype | None = None, done: list[mx.array] | None = None
+    ) -> mx.array:
+        """Rows ``start`` to ``stop`` decoded, ``(B, H, stop - start, D)``; only the blocks touched are decoded.
+
+        With ``done``, decoding waits until those arrays are computed.
+        """
+        stop = self.n if stop is None else stop
+        parts, at = [], 0
+        for part in (self.sinks, *self._sealed(), self.tail):
+            a, b = max(start - at, 0), min(stop - at, part.n)
+            if a < b:
+                rows = _slice(part, a, b) if isinstance(part, Rows) else self._decoded(part, a, b, at, dtype, done)
+                parts.append(rows if dtype is None else rows.astype(dtype))
+            at += part.n
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+    def _decoded(
+        self,
+        part: Block | Packed,
+        start: int,
+        stop: int,
+        first: int,
+        dtype: mx.Dtype | None,
+        done: list[mx.array] | None,
+    ) -> mx.array:
+        """Rows ``start`` to ``stop`` of a sealed part, whose own first row is row ``first``."""
+        rows = part.codec.rows(after(part.codes, done or []), start, stop, dtype or self.dtype)
+        return self._turn(rows, first + start)
+
+    def append(self, x: mx.array) -> None:
+        """Add rows at the end of the tail."""
+        self.dtype, (self.batch, self.heads, _, self.dim) = x.dtype, x.shape
+        self.tail.append(x if self.spec.dtype is None else x.astype(self.spec.dtype))
+
+    def scores(self, q: mx.array) -> mx.array:
+        """Scores ``(B, H, R, n)`` of scaled query rows ``(B, H, R, D)``, computed on the packed data."""
+        parts = []
+        if (sinks := self.sinks.view()) is not None:
+            parts.append(q @ sinks.astype(q.dtype).swapaxes(-1, -2))
+        at = self.sinks.n
+        for part in self._sealed():
+            if self.spec.rotation is None:
+                # Over the whole buffers, then cut: slicing codes would copy them.
+                parts.append(part.codec.scores(q, part.codes)[..., : part.n])
+            else:
+                parts += self._turned_scores(part, q, at)
+            at += part.n
+        if (tail := self.tail.view()) is not None:
+            parts.append(q @ tail.astype(q.dtype).swapaxes(-1, -2))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def _turned_scores(self, part: Block | Packed, q: mx.array, at: int) -> list[mx.array]:
+        """Scores of a sealed part whose rows must be turned before they meet the queries, tile by tile."""
+        wide, out = q.astype(compute_dtype(q.dtype)), []
+        for start in range(0, part.n, TILE):
+            rows = self._decoded(part, start, min(start + TILE, part.n), at, wide.dtype, out[-1:])
+            out.append((wide @ rows.swapaxes(-1, -2)).astype(q.dtype))
+        return out
+
+    def mix(self, p: mx.array) -> mx.array:
+        """Weighted sums ``(B, H, R, D)`` of the rows under weights ``(B, H, R, n)``."""
+        assert self.spec.rotation is None, "values have no positions"
+        parts, at = [], self.sinks.n
+        if (sinks := self.sinks.view()) is not None:
+            parts.append(p[..., :at] @ sinks.astype(p.dtype))
+        for part in self._sealed():
+            weights, spare = p[..., at : at + part.n], part.capacity - part.n if isinstance(part, Packed) else 0
+            if spare:
+                weights = mx.pad(weights, [(0, 0)] * 3 + [(0, spare)])
+            parts.append(part.codec.mix(weights, part.codes))
+            at += part.n
+        if (tail := self.tail.view()) is not None:
+            parts.append(p[..., at:] @ tail.astype(p.dtype))
+        out = parts[0]
+        for part in parts[1:]:
+            out = out + part
+        return out
+
+    # ------------------------------------------------------------------------------------------------------ dropping
+
+    def truncate(self, n: int) -> None:
+        """Keep the oldest ``n`` rows. Rows of a block that is cut come back decoded, into the tail."""
+        held = self.sinks.n + self.n_sealed
+        if n >= held:
+            self.tail.truncate(n - held)
+            return
+        self.tail.replace(None)
+        at, rest = self.sinks.n, []
+        for part in self._sealed():
+            keep = min(max(n - at, 0), part.n)
+            whole = keep // part.codec.block * part.codec.block if isinstance(part, Packed) else keep // part.n * keep
+            if whole < keep:
+                rest.append(self._decoded(part, whole, keep, at, None, None))
+            at += part.n
+            if isinstance(part, Packed):
+                part.truncate(whole)
+            elif not whole:
+                part.n, part.codes = 0, {}
+        if rest:
+            self.tail.replace(rest[0])
+        if n < self.sinks.n:
+            self.sinks.truncate(n)
+        if self.packed is not None and n < self.spec.sinks + self.spec.first_rows:
+            self.packed.fit({})
+
+    def put(self, x: mx.array, slot: mx.array) -> None:
+        """Overwrite one float row per head with ``x`` ``(B, H, 1, D)`` at ``slot`` ``(B | 1, H | 1, 1)``."""
+        assert self.n == self.tail.n, "slots are reused only among float rows"
+        self.tail.put(x, slot)
+
+    def keep(self, index: mx.array) -> None:
+        """Keep the rows that ``index`` ``(B | 1, H | 1, m)`` names, in that order.
+
+        Codes of single tokens move as they are. Where tokens were coded together, what stays comes back decoded, and is
+        encoded anew by the next ``seal``.
+        """
+        floats = self.tail.view()
+        if floats is not None and self.n == self.tail.n:
+            self.tail.replace(take_rows(floats, index))
+            return
+        index = mx.broadcast_to(index, (self.batch, self.heads, index.shape[2]))
+        m, codes = index.shape[2], self._codes_of_all()
+        if codes is None:
+            rows = take_rows(self.dense(), index)
+            for part in self._sealed():
+                part.n, part.codes = 0, {}
+            self.sinks.replace(None)
+            self.tail.replace(rows)
+            return
+        assert self.packed is not None
+        a = min(self.spec.sinks, m)
+        b = a + self.spec.n_sealed(m, bool(self.packed.fitted))
+        sinks, tail = self._mixed(codes, index[..., :a]), self._mixed(codes, index[..., b:])
+        kept = self.packed.codec.take(codes, index[..., a:b])
+        assert kept is not None
+        self.packed.replace(kept, b - a)
+        self.sinks.replace(sinks)
+        self.tail.replace(tail)
+
+    def _codes_of_all(self) -> Codes | None:
+        """Codes of every row held, float rows encoded for the purpose; None where rows are not coded one by one."""
+        if self.packed is None or self.prompt is not None or isinstance(self.packed.spec, GuidedCodec):
+            return None
+        codec = self.packed.codec
+        held = self.packed.view()
+        if not held or codec.take(held, mx.zeros((self.batch, self.heads, 1), mx.int32)) is None:
+            return None
+        parts: list[Codes] = []
+        for rows, start in ((self.sinks, 0), (self.tail, self.sinks.n + self.packed.n)):
+            view = rows.view()
+            if view is not None:
+                parts.append(codec.encode(self._turn(view, start, back=True)))
+        if self.sinks.n:
+            parts.insert(1, held)
+        else:
+            parts.insert(0, held)
+        return {name: mx.concatenate([part[name] for part in parts], axis=2) for name in codec.layout}
+
+    def _mixed(self, codes: Codes, index: mx.array) -> mx.array | None:
+        """Rows ``index`` ``(B, H, m)`` as floats: float rows as they are, coded ones decoded."""
+        assert self.packed is not None
+        if index.shape[2] == 0:
+            return None
+        taken = self.packed.codec.take(codes, index)
+        assert taken is not None
+        rows = self.packed.codec.decode(taken, self.dtype)
+        if self.spec.rotation is not None:
+            every = mx.broadcast_to(self._where(0, self.n), (self.batch, self.heads, self.n))
+            rows = self.spec.rotation.turn(rows, mx.take_along_axis(every, index, axis=-1))
+        first, n = self.sinks.n, self.packed.n
+        floats = [view for part in (self.sinks, self.tail) if (view := part.view()) is not None]
+        if not floats:
+            return rows
+        is_float = (index < first) | (index >= first + n)
+        at = mx.where(is_float, mx.where(index < first, index, index - n), 0)
+        return mx.where(
+            is_float[..., None], take_rows(mx.concatenate(floats, axis=2), at), rows.astype(floats[0].dtype)
+        )
+
+    def cut(self, start: int, stop: int) -> None:
+        """Drop rows ``start`` to ``stop``; float rows only (rows that are sealed are dropped by ``keep``)."""
+        rows = self.tail.view()
+        assert rows is not None and self.n == self.tail.n, "cut is for rows that are not sealed"
+        self.tail.replace(mx.concatenate([rows[..., :start, :], rows[..., stop:, :]], axis=2))
+
+    # -------------------------------------------------------------------------------------------------------- arrays
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Every array held, by name."""
+        out = {name: rows.data for name, rows in (("sinks", self.sinks), ("tail", self.tail)) if rows.data is not None}
+        if self.prompt is not None:
+            out |= {f"prompt.{name}": a for name, a in self.prompt.codes.items()}
+        if self.packed is not None:
+            out |= {f"fitted.{name}": a for name, a in self.packed.fitted.items()} | self.packed.codes
+        return out
+
+    def set_array(self, name: str, array: mx.array) -> None:
+        """Put back an array that ``arrays()`` gave."""
+        kind, _, field = name.partition(".")
+        if name in ("sinks", "tail"):
+            getattr(self, name).data = array
+        elif kind == "prompt":
+            assert self.prompt is not None
+            self.prompt.codes[field] = array
+        else:
+            assert self.packed is not None
+            if kind == "fitted":
+                self.packed.fit(self.packed.fitted | {field: array})
+            else:
+                self.packed.codes[name] = array
+
+    def counts(self) -> list[int]:
+        """Rows per part: what the arrays' shapes alone do not tell."""
+        return [part.n if part is not None else 0 for part in (self.sinks, self.prompt, self.packed, self.tail)]
+
+    def set_counts(self, counts: list[int]) -> None:
+        """Restore what ``counts()`` gave."""
+        for part, n in zip((self.sinks, self.prompt, self.packed, self.tail), counts, strict=True):
+            if part is not None:
+                part.n = n
+
+
+def _slice(rows: Rows, start: int, stop: int) -> mx.array:
+    assert rows.data is not None
+    return rows.data if stop - start == rows.data.shape[2] else rows.data[..., start:stop, :]
