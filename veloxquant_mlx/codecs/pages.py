@@ -64,12 +64,10 @@ class PagedAffine(ChannelAffine):
             codes = mx.where(on[:, :, :, None, None], fine[0], codes)
             scales = mx.where(on[:, :, :, None], fine[1], scales)
             biases = mx.where(on[:, :, :, None], fine[2], biases)
-            out["boosted"] = index.astype(self.index_dtype)
-        codes = codes.astype(mx.uint8)
-        if self.boosted:
-            upper = (codes >> self.bits).reshape(b, h, -1, self.block, dim).swapaxes(-1, -2)
+            upper = (codes.astype(mx.uint8) >> self.bits).reshape(b, h, -1, self.block, dim).swapaxes(-1, -2)
             out["high"] = pack(mx.take_along_axis(upper, index[..., None], axis=-2), self._plane.bits)
-        lower = (codes & ((1 << self.bits) - 1)).reshape(x.shape).swapaxes(-1, -2)
+            out["boosted"] = index.astype(self.index_dtype)
+        lower = (codes.astype(mx.uint8) & ((1 << self.bits) - 1)).reshape(x.shape).swapaxes(-1, -2)
         out["words"] = pack(lower, self.bits)
         for name, params in (("scales", scales), ("biases", biases)):
             out[name] = params.reshape(b, h, -1, dim).swapaxes(-1, -2)
