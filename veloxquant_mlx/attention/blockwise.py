@@ -13,8 +13,8 @@ import mlx.core as mx
 from . import masks
 
 if TYPE_CHECKING:
-    from .entry import KeyView
     from ..cache.store import Store
+    from .entry import KeyView
 
 # Rows decoded at a time, and query rows whose scores live at a time.
 BLOCK = 512

@@ -47,7 +47,7 @@ class Lifecycle:
 
     def attended(self, queries: mx.array, scale: float, sinks: mx.array | None) -> None:
         """Note one attention over the update: ``queries`` ``(B, Hq, L, D)`` and learned sink logits ``(Hq,)``."""
-        if self.new and (self.eviction is not None and self.eviction.watches or self.guide is not None):
+        if self.new and ((self.eviction is not None and self.eviction.watches) or self.guide is not None):
             self.queries, self.scale, self.sinks = queries, scale, sinks
 
     def settle(self, store: Store, offset: int) -> None:
@@ -56,12 +56,13 @@ class Lifecycle:
         if new == 0:
             return
         prompt, ends = self.phase is not Phase.DECODE or new > 1, self.phase is Phase.PREFILL and new == 1
-        ev, step = self.eviction, None if queries is None else Step(queries, self.scale, self.sinks, offset)
-        if step is not None and self.guide is not None:
-            self.guide.observe(store, step)
-        if ev is not None:
+        ev = self.eviction
+        if queries is not None:
+            step = Step(queries, self.scale, self.sinks, offset, prompt)
+            if self.guide is not None:
+                self.guide.observe(store, step)
             # Once rows were dropped for good, queries matter again only from the next turn's prompt on.
-            if step is not None and (prompt or ev.per_step or self.capacity is not None or store.n == offset):
+            if ev is not None and (prompt or ev.per_step or self.capacity is not None or store.n == offset):
                 ev.observe(store, step)
         self.phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
         if ev is not None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
 
 from ..core.types import Recipe
 from .stream import GROW, StreamStore
+
+if TYPE_CHECKING:
+    from ..policies.guide import Guide
 
 __all__ = ["GROW", "Store"]
 
@@ -76,7 +81,7 @@ class Store:
             self.positions = mx.concatenate([self.positions, new], axis=-1)
         self.row_aux = {name: mx.pad(a, [(0, 0), (0, 0), (0, count)]) for name, a in self.row_aux.items()}
 
-    def seal(self, guide: object = None, ends: bool = False) -> int:
+    def seal(self, guide: Guide | None = None, ends: bool = False) -> int:
         """Encode what has left the windows; returns the number of rows encoded, keys and values together.
 
         ``guide`` answers what guided codecs get; ``ends``: the first prompt is complete.
@@ -113,8 +118,8 @@ class Store:
     def drop_one(self, index: mx.array, slack: int) -> None:
         """Drop one row per head, ``index`` ``(B | 1, H | 1, 1)``, at a cost that does not grow with the rows held.
 
-        Among float rows the slot becomes vacant for the next token. Codes cannot be overwritten: there the row becomes a
-        hole, and holes are cleared away once there are more than ``slack``.
+        Among float rows the slot becomes vacant for the next token. Codes cannot be overwritten: there the row becomes
+        a hole, and holes are cleared away once there are more than ``slack``.
         """
         assert self.vacant is None
         lead = mx.broadcast_shapes(self.positions_or_range().shape[:2], index.shape[:2])

@@ -1,4 +1,4 @@
-"""One tensor (keys or values) of one layer: float rows, sealed codes, and how they are read. The same for every codec."""
+"""One tensor (keys or values) of one layer: float rows, sealed codes, and how they are read, for every codec."""
 
 from __future__ import annotations
 

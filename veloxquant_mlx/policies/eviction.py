@@ -35,7 +35,7 @@ class Merge(Protocol):
     """What becomes of a row before it is dropped in decoding."""
 
     def __call__(self, store: Store, victim: mx.array, step: int) -> None:
-        """Move something of row ``victim`` ``(B | 1, H | 1, 1)`` to other rows; ``step`` is the number of tokens seen."""
+        """Move something of row ``victim`` ``(B | 1, H | 1, 1)`` to other rows; ``step`` tokens were seen."""
         ...
 
 
@@ -53,8 +53,8 @@ class Eviction:
 
     Rows are dropped at the end of the prompt; with ``per_step`` also one after every later token, with ``bounded``
     after every call. Without a ``score`` the kept rows are sinks and recents alone (``sinks + recent == budget``).
-    ``select`` replaces the choice of the top scores at the end of a prompt (``ragged``: heads then keep different numbers
-    of rows), ``merge`` acts on a row that decoding drops, ``retrieval`` reads some of the rows only.
+    ``select`` replaces the choice of the top scores at the end of a prompt (``ragged``: heads then keep different
+    numbers of rows), ``merge`` acts on a row that decoding drops, ``retrieval`` reads some of the rows only.
     With a ``rotation`` the sink rows' keys are moved along by as many positions as rows were dropped: streaming methods
     count positions inside the cache.
     """
@@ -95,8 +95,8 @@ class Eviction:
     ) -> int:
         """Drop the rows beyond the budget; returns how many per head.
 
-        ``offset`` counts the tokens seen, ``prompt`` says that they came as a prompt, ``sinks`` are learned sink logits,
-        ``budget`` overrides the policy's own.
+        ``offset`` counts the tokens seen, ``prompt`` says that they came as a prompt, ``sinks`` are learned sink
+        logits, ``budget`` overrides the policy's own.
         """
         budget = self.rows(store.live) if budget is None else budget
         excess = store.live - budget

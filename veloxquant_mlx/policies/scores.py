@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 class Step(NamedTuple):
     """One attention: queries ``(B, Hq, L, D)`` exactly as it got them, its scale and learned sink logits ``(Hq,)``.
 
-    ``offset`` is the number of tokens seen: query i of L stands at position ``offset - L + i``.
+    ``offset`` is the number of tokens seen: query i of L stands at position ``offset - L + i``. ``prompt`` says that the
+    queries are those of a prompt, its last token included.
     """
 
     queries: mx.array
     scale: float
     sinks: mx.array | None
     offset: int
+    prompt: bool = True
 
 
 class Score(ABC):
     """Watches every attention and scores the rows when asked.
 
-    What it remembers lives in the store: per row in ``store.row_aux``, anything else in ``store.aux``. Rows need not lie
-    in the order of their positions. ``needs_queries``: it cannot work where attention does not come back to the cache.
+    What it remembers lives in the store: per row in ``store.row_aux``, anything else in ``store.aux``. Rows need not
+    lie in the order of their positions. ``needs_queries``: it cannot work where attention does not come back to the
+    cache.
     """
 
     needs_queries: bool = True
