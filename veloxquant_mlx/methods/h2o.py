@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._method import MethodInfo, check_room, floats, ints, option
+from ..core.types import Recipe, Stream
+from ..policies.eviction import Eviction
+from ..policies.observed import SummedAttention
+from ._method import MethodInfo, check_capacity, check_room, floats, ints, option
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
 
 
 @dataclass
@@ -42,3 +46,12 @@ INFO = MethodInfo(
 def check(config: FlatConfig) -> None:
     """Rules between fields."""
     check_room(config, "h2o_budget", "h2o_n_sink", "h2o_grace")
+    check_capacity(config, "h2o_budget")
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """One cut at the end of the prompt, then one row less for every row more; each kv head keeps its own rows."""
+    score = SummedAttention(config.h2o_decay)
+    recent = max(config.h2o_grace, 1)  # a token's own weight alone would have it dropped at once
+    policy = Eviction(config.h2o_budget, sinks=config.h2o_n_sink, recent=recent, score=score, per_step=True)
+    return Recipe(keys=Stream(), values=Stream(), eviction=policy)

@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._method import MethodInfo, check_room, floats, ints, option, optional, refuse
+from ..core.types import Recipe, Stream
+from ..policies.eviction import Eviction
+from ..policies.gumbel import NoisyAttention, stream
+from ._method import MethodInfo, check_capacity, check_room, floats, ints, option, optional, refuse
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
 
 
 @dataclass
@@ -53,3 +57,19 @@ def check(config: FlatConfig) -> None:
     if config.keyformer_tau_init == 0 != config.keyformer_tau_end:
         valid = "> 0 while keyformer_tau_end is not 0"
         refuse("keyformer_tau_init", config.keyformer_tau_init, valid, "Set both to 0 for no noise, or both above 0.")
+    check_capacity(config, "keyformer_budget")
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """One cut at the end of the prompt, then one row less for every row more; each kv head keeps its own rows."""
+    tau = config.keyformer_tau
+    first, last = (config.keyformer_tau_init, config.keyformer_tau_end) if tau is None else (tau, tau)
+    score = NoisyAttention(
+        words=stream(config.keyformer_seed, layer.index),
+        tau_init=first,
+        tau_end=last,
+        steps=config.keyformer_anneal_steps if first != last else 0,
+    )
+    recent = max(config.keyformer_recent, 1)
+    policy = Eviction(config.keyformer_budget, config.keyformer_n_sink, recent, score, per_step=True)
+    return Recipe(keys=Stream(), values=Stream(), eviction=policy)

@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._method import MethodInfo, check_room, ints, option
+from ..core.types import Recipe, Stream
+from ..policies.eviction import Eviction
+from ..policies.observed import RecentCorrelation
+from ._method import MethodInfo, check_capacity, check_room, ints, option
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
 
 
 @dataclass
@@ -23,6 +27,9 @@ class MorphKVOptions:
     morphkv_n_sink: int = option(4, "first tokens that always stay", ints(0))
     morphkv_window: int = option(8, "newest tokens, whose queries do the scoring", ints(1))
 
+
+# No field exists for it: shares are summed over the window (the authors' other choice is the largest).
+FUSION = "sum"
 
 INFO = MethodInfo(
     name="morphkv",
@@ -39,3 +46,12 @@ INFO = MethodInfo(
 def check(config: FlatConfig) -> None:
     """Rules between fields."""
     check_room(config, "morphkv_budget", "morphkv_n_sink", "morphkv_window")
+    check_capacity(config, "morphkv_budget")
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """One cut at the end of the prompt, then one row less for every row more; each kv head keeps its own rows."""
+    window = config.morphkv_window
+    score = RecentCorrelation(window, FUSION)
+    policy = Eviction(config.morphkv_budget, config.morphkv_n_sink, window, score, per_step=True)
+    return Recipe(keys=Stream(), values=Stream(), eviction=policy)

@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._method import BACKEND, MethodInfo, check_room, ints, option
+from ..core.types import Recipe, Stream
+from ..policies.eviction import Eviction
+from ..policies.observed import LastQuery
+from ._method import BACKEND, MethodInfo, check_backend, check_capacity, check_room, ints, option
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
 
 
 @dataclass
@@ -38,3 +42,12 @@ INFO = MethodInfo(
 def check(config: FlatConfig) -> None:
     """Rules between fields."""
     check_room(config, "tova_budget", "tova_n_sink", extra=1)
+    check_capacity(config, "tova_budget")
+    check_backend(config, "tova_backend")
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """One cut at the end of the prompt, then one row less for every row more; all kv heads keep the same rows."""
+    score = LastQuery(decoded=config.tova_backend == "reference")
+    policy = Eviction(config.tova_budget, sinks=config.tova_n_sink, recent=1, score=score, per_step=True)
+    return Recipe(keys=Stream(), values=Stream(), eviction=policy)

@@ -66,13 +66,16 @@ class NoisyAttention(SummedAttention):
             store.aux["steps"] = done
         super().observe(store, step)
 
+    def temperature(self, store: Store) -> float | mx.array:
+        """That of the queries being seen."""
+        if not self.steps:
+            return self.tau_init
+        return self.tau_init + mx.minimum(store.aux["steps"], self.steps) / self.steps * (self.tau_end - self.tau_init)
+
     def weights(self, store: Store, z: mx.array, positions: mx.array, at: mx.array, sinks: mx.array | None) -> mx.array:
         if self.tau_init == 0:
             return super().weights(store, z, positions, at, sinks)
-        tau = self.tau_init
-        if self.steps:
-            share = mx.minimum(store.aux["steps"], self.steps) / self.steps
-            tau = self.tau_init + share * (self.tau_end - self.tau_init)
+        tau = self.temperature(store)
         heads = mx.arange(z.shape[1] * z.shape[2]).reshape(z.shape[1], z.shape[2], 1, 1)
         noisy = (z + noise(self.words, at, heads, positions)) / tau
         return weights(noisy, seen(positions, at), None if sinks is None else sinks.astype(mx.float32) / tau)

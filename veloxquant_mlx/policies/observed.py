@@ -28,7 +28,7 @@ Weigh = Callable[[mx.array, int], mx.array]
 def over_queries(
     store: Store,
     queries: mx.array,
-    scale: float | mx.array,
+    scale: float,
     weigh: Weigh,
     fold: Callable[[mx.array, mx.array], mx.array] = mx.add,
     arrays: int = 1,
@@ -96,7 +96,7 @@ class SummedAttention(Score):
         """What queries at positions ``at`` ``(R, 1)`` add to rows at ``positions`` ``(B | 1, H | 1, 1, 1, n)``."""
         return weights(z, seen(positions, at), sinks)
 
-    def score(self, store: Store) -> mx.array:
+    def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
         return store.row_aux["acc"]
 
     def forget(self, store: Store) -> None:
@@ -119,9 +119,6 @@ class RecentQueries(Score):
         if q.shape[2] < self.window and old is not None:
             q = mx.concatenate([old, q], axis=2)
         store.aux["queries"] = q[:, :, -self.window :] * 1  # own buffer: a slice would hold the whole chunk
-        store.aux["scale"] = mx.array(step.scale)
-        if step.sinks is not None:
-            store.aux["sinks"] = step.sinks
 
     def forget(self, store: Store) -> None:
         """Nothing: the next step's choice needs the same queries."""
@@ -136,13 +133,13 @@ class LastQuery(RecentQueries):
 
     decoded: bool = False
 
-    def score(self, store: Store) -> mx.array:
-        alive, aux = store.positions_or_range()[:, :, None, None] >= 0, store.aux
+    def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
+        live = store.positions_or_range()[:, :, None, None] >= 0
 
         def weigh(z: mx.array, start: int) -> mx.array:
-            return weights(z, alive, aux.get("sinks")).mean(axis=(1, 2))
+            return weights(z, live, sinks).mean(axis=(1, 2))
 
-        return over_queries(store, aux["queries"], aux["scale"], weigh, decoded=self.decoded)
+        return over_queries(store, store.aux["queries"], scale, weigh, decoded=self.decoded)
 
 
 @dataclass(frozen=True)
@@ -156,13 +153,13 @@ class RecentCorrelation(RecentQueries):
 
     fusion: Literal["sum", "max"] = "sum"
 
-    def score(self, store: Store) -> mx.array:
-        positions, aux = store.positions_or_range(), store.aux
+    def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
+        positions = store.positions_or_range()
         first = positions.max(axis=-1, keepdims=True) - self.window + 1
         old = ((positions >= 0) & (positions < first))[:, :, None, None]
         fuse, fold = (mx.sum, mx.add) if self.fusion == "sum" else (mx.max, mx.maximum)
 
         def weigh(z: mx.array, start: int) -> mx.array:
-            return fuse(weights(z, old, aux.get("sinks")), axis=3)
+            return fuse(weights(z, old, sinks), axis=3)
 
-        return over_queries(store, aux["queries"], aux["scale"], weigh, fold).mean(axis=2)
+        return over_queries(store, store.aux["queries"], scale, weigh, fold).mean(axis=2)
