@@ -28,8 +28,9 @@ NOISE = 1e-6
 class Anomaly(Score):
     """Cosine anomaly of keys against the mean key of the prompt, of a block and of the last ``window`` rows.
 
-    Every scale is brought to [0, 1] per head. Scales are mixed by how well they tell tokens apart (``beta``); where they
-    disagree about a token, a sigmoid (centre ``tau``, slope ``kappa``) moves its score to the largest of the three.
+    Every scale is brought to [0, 1] per head. Scales are mixed by how well they tell tokens apart (``beta``); where
+    they disagree about a token, a sigmoid (centre ``tau``, slope ``kappa``) moves its score to the largest of the
+    three.
     """
 
     window: int
@@ -42,13 +43,13 @@ class Anomaly(Score):
     def observe(self, store: Store, step: Step) -> None:
         """Nothing: everything is known once the prompt is complete."""
 
-    def score(self, store: Store) -> mx.array:
+    def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
         keys = store.keys.dense(dtype=mx.float32)
         real = mx.broadcast_to(store.positions_or_range() >= 0, keys.shape[:3])
         return self.of(keys, real)
 
     def of(self, keys: mx.array, real: mx.array) -> mx.array:
-        """Scores ``(B, H, n)`` in [0, 1] of ``keys`` ``(B, H, n, D)`` float32; rows that are not ``real`` take no part."""
+        """Scores ``(B, H, n)`` in [0, 1] of ``keys`` ``(B, H, n, D)`` float32; only ``real`` rows take part."""
         count = real.sum(axis=-1, keepdims=True)
         scales = mx.stack([_spread(-cosine, real) for cosine in cosines(unit(keys) * real[..., None], self.window)])
         gaps = mx.stack([_gap(scale, real, count) for scale in scales])

@@ -25,9 +25,10 @@ How = Literal["norm", "sketch", "svd"]
 class Leverage(Score):
     """Product of the leverages of a token's key and value.
 
-    ``norm``: squared row norms, each divided by its sum over ``window`` consecutive rows (0: over all rows). ``sketch``:
-    the same after a seeded Gaussian projection to ``rank`` columns. ``svd``: leverage of rank ``rank`` by the eigenvectors
-    of the Gram matrix, without windows. Windows count stored rows from the first one on; holes count as zero rows.
+    ``norm``: squared row norms, each divided by its sum over ``window`` consecutive rows (0: over all rows).
+    ``sketch``: the same after a seeded Gaussian projection to ``rank`` columns. ``svd``: leverage of rank ``rank`` by
+    the eigenvectors of the Gram matrix, without windows. Windows count stored rows from the first one on; holes count
+    as zero rows.
     """
 
     window: int = 16
@@ -40,7 +41,7 @@ class Leverage(Score):
     def observe(self, store: Store, step: Step) -> None:
         """Nothing: everything is known once the prompt is complete."""
 
-    def score(self, store: Store) -> mx.array:
+    def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
         real = (store.positions_or_range() >= 0)[..., None]
         parts = [mx.where(real, x.dense(dtype=mx.float32), 0.0) for x in (store.keys, store.values)]
         # The product's sum over a head, by which the paper divides, changes no ranking.
@@ -66,7 +67,7 @@ def by_norm(x: mx.array, window: int) -> mx.array:
 
 
 def by_svd(x: mx.array, rank: int) -> mx.array:
-    """Leverage of rows ``(B, H, n, D)`` in their ``rank`` strongest directions; directions of no energy count nothing."""
+    """Leverage of rows ``(B, H, n, D)`` in their ``rank`` strongest directions; those of no energy count nothing."""
     energy, basis = mx.linalg.eigh(x.swapaxes(-1, -2) @ x, stream=mx.cpu)  # ascending
     energy, basis = energy[..., -rank:], basis[..., -rank:]
     # Eigenvalues are good to about 1e-7 of the largest: what is smaller is rounding, not a direction.
@@ -75,7 +76,7 @@ def by_svd(x: mx.array, rank: int) -> mx.array:
 
 
 def sketch(dim: int, rank: int, seed: int) -> mx.array:
-    """The Gaussian projection ``(dim, r)`` with r the smaller of ``rank`` and ``dim``; squared norms keep their mean."""
+    """A Gaussian projection ``(dim, r)``, r the smaller of ``rank`` and ``dim``; squared norms keep their mean."""
     rank = min(rank, dim)
     table = np.random.default_rng(seed).normal(size=(dim, rank)) / np.sqrt(rank)
     return mx.array(table.astype(np.float32))
