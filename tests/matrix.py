@@ -40,6 +40,7 @@ class Row:
     channel_bits: int = 0
     drops: bool = False
     queries: bool = False
+    per_step: bool = False
 
     def cache(self, shape: Shape = (1, 2, 64, 64), rope: Rotation | None = None, **fields: Any) -> CompressedKVCache:
         config = KVCacheConfig(**{"method": self.method, **self.fields, **fields})
@@ -99,6 +100,18 @@ def cachegen(bits: int, group: int) -> Callable[[int, Shape, int], int]:
     return held
 
 
+def skvq(bits: int, window: int, sinks: int, fit: int) -> Callable[[int, Shape, int], int]:
+    """Groups of 32 with two bytes each, two more per channel for its place; nothing before the order is found."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, *dims = shape
+        n = tokens - sinks - window if tokens >= sinks + fit else 0
+        packed = sum(up(n, GROW) * up(d, 32) // 32 * (4 * bits + 2) + (2 * d if n else 0) for d in dims)
+        return b * h * (packed + (tokens - n) * sum(dims) * itemsize)
+
+    return held
+
+
 def kept(budget: int, window: int | None = None) -> Callable[[int, Shape, int], int]:
     """A policy that just acted: float rows and int32 positions, per head (with an observation window) or shared.
 
@@ -112,6 +125,21 @@ def kept(budget: int, window: int | None = None) -> Callable[[int, Shape, int], 
         queries = b * h * REPEATS * min(tokens, window or 0) * dk * itemsize
         index = queries if tokens <= budget else 4 * n * (1 if window is None else b * h)
         return b * h * rows * (dk + dv) * itemsize + index
+
+    return held
+
+
+def observed(budget: int, ring: int = 0, sums: bool = True, shared: bool = False, extra: int = 0) -> Callable:
+    """A policy that drops one row per token, at the end of a prompt: float rows with room to grow, the newest ``ring``
+    queries, float32 sums per row, and int32 positions (per head, or ``shared`` by heads) once rows were dropped.
+    """
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        n = min(tokens, budget)
+        positions = 0 if tokens <= budget else 4 * n * b * (1 if shared else h)
+        queries = b * h * REPEATS * min(tokens, ring) * dk * itemsize
+        return b * h * (up(n, GROW) * (dk + dv) * itemsize + 4 * n * sums) + positions + queries + extra
 
     return held
 
@@ -153,6 +181,7 @@ ROWS = (
         {"cachegen_bits": 3, "cachegen_group_size": 10},
         identity=9,
     ),
+    Row("skvq", "skvq", skvq(2, 32, 5, 64), {"skvq_window": 32}, identity=68),
     Row(
         "snapkv-64",
         "snapkv",
@@ -178,6 +207,37 @@ ROWS = (
         {"stream_window_size": 60},
         identity=64,
         drops=True,
+    ),
+    Row("h2o", "h2o", observed(80), {"h2o_budget": 80}, identity=80, drops=True, queries=True, per_step=True),
+    Row(
+        "tova",
+        "tova",
+        observed(64, ring=1, sums=False, shared=True),
+        {"tova_budget": 64},
+        identity=64,
+        drops=True,
+        queries=True,
+        per_step=True,
+    ),
+    Row(
+        "keyformer",
+        "keyformer",
+        observed(70, extra=4),  # how many steps were decoded
+        {"keyformer_budget": 70, "keyformer_recent": 20, "keyformer_tau_end": 2.0, "keyformer_anneal_steps": 30},
+        identity=70,
+        drops=True,
+        queries=True,
+        per_step=True,
+    ),
+    Row(
+        "morphkv",
+        "morphkv",
+        observed(64, ring=8, sums=False),
+        {"morphkv_budget": 64},
+        identity=64,
+        drops=True,
+        queries=True,
+        per_step=True,
     ),
 )
 IDS = [row.id for row in ROWS]
@@ -250,3 +310,14 @@ def same_state(a: Any, b: Any) -> bool:
     """Whether two caches hold the same arrays, bit for bit."""
     mine, theirs = a.keys or [], b.keys or []
     return len(mine) == len(theirs) and all(identical(x, y) for x, y in zip(mine, theirs, strict=True))
+
+
+def same_rows(a: CompressedKVCache, b: CompressedKVCache) -> bool:
+    """As ``same_state``; sums over queries, which two chunkings add in different orders, within 1e-4 of their size."""
+    mine, theirs = a._store.arrays(), b._store.arrays()
+    return mine.keys() == theirs.keys() and all(
+        bool(mx.allclose(x, theirs[name], rtol=1e-4, atol=1e-5))
+        if name.startswith("row.")
+        else identical(x, theirs[name])
+        for name, x in mine.items()
+    )

@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kitty": {"residual_length": 64},
     "turboquant_rvq": {"bit_width_inlier": 3},
     "cachegen": {"cachegen_layer_groups": 1},  # a schedule by depth would give the halves different sizes
+    "skvq": {"skvq_window": 32},
     "snapkv": {"snap_budget": 64, "snap_obs_window": 16},
     "streaming_llm": {"stream_window_size": 60},
 }

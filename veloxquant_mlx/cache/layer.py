@@ -363,12 +363,15 @@ class CompressedKVCache(_Base):
         """Refuse what cannot be taken, before anything changes."""
         k, v = self._store.keys, self._store.values
         check_rows(keys, values, (k.batch, k.heads, k.dim, v.dim) if self._store.n else None)
-        capacity = self._config.capacity
-        if capacity is not None and self._recipe.eviction is None and self.offset + keys.shape[2] > capacity:
-            raise CacheStateError(
-                f"capacity={capacity} tokens; {self.offset} are held and {keys.shape[2]} more came. "
-                "Raise capacity, or choose a method that drops tokens."
-            )
+        limits = [self._recipe.most] if self._recipe.most is not None else []
+        if self._config.capacity is not None and self._recipe.eviction is None:
+            limits.append(("capacity", self._config.capacity))
+        for field, most in limits:
+            if self.offset + keys.shape[2] > most:
+                raise CacheStateError(
+                    f"{field}={most} tokens; {self.offset} are held and {keys.shape[2]} more came. "
+                    f"Raise {field}, or choose a method that drops tokens."
+                )
         self._watch.check()
 
     def _fit_geometry(self, keys: mx.array, values: mx.array) -> None:

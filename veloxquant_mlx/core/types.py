@@ -85,7 +85,8 @@ class Recipe:
     """What a method builds: the storage of keys and values, what may be dropped, and notes for the receipt.
 
     ``deferred``: nothing is sealed before the prompt ends. ``guide`` tells the codecs what the model's queries attend
-    to. ``from_store`` says that constants came out of ``config.store``: without it the recipe cannot be built again.
+    to. ``most`` names a field and the tokens that it lets in. ``from_store`` says that constants came out of
+    ``config.store``: without it the recipe cannot be built again.
     """
 
     keys: Stream
@@ -93,5 +94,6 @@ class Recipe:
     eviction: Eviction | None = None
     deferred: bool = False
     guide: Guide | None = None
+    most: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
     from_store: bool = False

@@ -1,14 +1,32 @@
-"""SKVQ: channels reordered into groups that are alike, clipped scales, a sliding window and sinks exact.
+"""SKVQ: channels reordered into groups that are alike, clipped ranges, a sliding window and sinks exact.
 
 Paper: Duanmu et al., "SKVQ: Sliding-window Key and Value Cache Quantization for Large Language Models", COLM 2024,
-arXiv:2405.06219. Uncertain: the objective of the paper's search for the clipping factor.
+arXiv:2405.06219. Keys are stored before their rotary position, as in the paper's main setting.
+
+[design] The order of channels is found per head, in groups of one size, in the first tokens after the sinks
+(``n_calib_tokens``, or the window and at least 64), then frozen. The clipping factor is searched per group when a
+token is encoded; the paper searches offline, by an objective that is uncertain. Parameters are E4M3 bytes up to 4
+bits and float16 above: on keys and values of SmolLM2-135M and Gemma 3 270M bytes change the squared error by -5 to
+0 % at 2 and 3 bits, by +4 to +10 % at 4 and by +12 to +28 % at 5, keys before RoPE no more than values. Half a bit
+for float16 pays from 5 bits on, where means that are large against the spread triple it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ._method import BITS, FLAG, MethodInfo, floats, ints, option, optional
+from ..codecs.clipped import ALPHAS, ClippedToken
+from ..core.types import Recipe, Stream
+from ._method import BITS, FLAG, MethodInfo, floats, ints, option, optional, refuse
+from ._prerope import before_rope
+
+if TYPE_CHECKING:
+    from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
+
+FP8_BITS = 4  # wider codes need finer parameters than E4M3 holds
+FIT_ROWS = 64  # fewest tokens that an order of channels is taken from
 
 
 @dataclass
@@ -36,3 +54,32 @@ INFO = MethodInfo(
     reads={"n_calib_tokens": optional(ints(1))},
     options=SKVQOptions,
 )
+
+
+def check(config: FlatConfig) -> None:
+    """Rules between fields."""
+    if config.skvq_clip_search and config.skvq_clip_alpha != 1.0:
+        remedy = "Use skvq_clip_search=False with a factor of your own."
+        refuse("skvq_clip_alpha", config.skvq_clip_alpha, "1.0 while skvq_clip_search is on", remedy)
+    if not config.skvq_reorder and config.n_calib_tokens is not None:
+        remedy = "Only the order of channels is fitted: leave skvq_reorder on."
+        refuse("n_calib_tokens", config.n_calib_tokens, "None while skvq_reorder is off", remedy)
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """Every token is encoded on its own as it leaves the window."""
+    alphas = ALPHAS if config.skvq_clip_search else (config.skvq_clip_alpha,)
+    fit_rows = (config.n_calib_tokens or max(config.skvq_window, FIT_ROWS)) if config.skvq_reorder else 0
+
+    def codec(bits: int, dim: int) -> ClippedToken:
+        fp8 = bits <= FP8_BITS
+        return ClippedToken(bits, config.skvq_group_size, dim=dim, alphas=alphas, fp8=fp8, fit_rows=fit_rows)
+
+    rotation, notes = before_rope(layer)
+    window, sinks = config.skvq_window, config.skvq_n_sink
+    return Recipe(
+        keys=Stream(codec(config.skvq_bits_key, layer.head_dim), window=window, sinks=sinks, rotation=rotation),
+        values=Stream(codec(config.skvq_bits_value, layer.value_dim), window=window, sinks=sinks),
+        most=None if config.skvq_max_ctx is None else ("skvq_max_ctx", config.skvq_max_ctx),
+        notes=notes,
+    )
