@@ -33,7 +33,7 @@ def autoregressive(rho: float, channels: int = 128, tokens: int = 2000) -> np.nd
     """Channels of unit variance whose neighbouring tokens correlate by ``rho``: ``(channels, tokens)``."""
     noise = np.random.default_rng(0).normal(size=(channels, tokens))
     noise[:, 1:] *= math.sqrt(1 - rho * rho)
-    return lfilter([1.0], [1.0, -rho], noise)
+    return np.asarray(lfilter([1.0], [1.0, -rho], noise))
 
 
 CASES = {

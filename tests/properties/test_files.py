@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.matrix import IDS, ROWS, Row, identical, same_state
+from tests.matrix import IDS, ROWS, Row, feed, identical, same_state, tensors
 from tests.models import tiny
 from tests.models.running import caches_of, prefill
-from veloxquant_mlx import CacheStateError, load_cache, save_cache
+from veloxquant_mlx import CacheStateError, cache_report, load_cache, save_cache
 from veloxquant_mlx.cache import files
 from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.layer import CompressedKVCache
+from veloxquant_mlx.cache.rest import AtRest
+from veloxquant_mlx.core.text import size
 
 MODELS = {name: tiny.build(name) for name in ("llama", "gemma3_text", "qwen3_next")}
 PROMPT = tiny.tokens(150)
@@ -55,6 +58,69 @@ def test_saved_again_is_the_same(tmp_path: Path) -> None:
     save_cache(one, filled(model, ROWS[0]))
     save_cache(two, load_cache(one, model))
     assert one.read_bytes() == two.read_bytes()
+
+
+CODED = next(row for row in ROWS if row.method == "cachegen")
+
+
+@pytest.mark.parametrize("tokens", [5, 40, 2300])
+def test_codes_are_entropy_coded_and_come_back(tokens: int, tmp_path: Path) -> None:
+    """Bit for bit, buffers and their room to grow included; the receipt says what the file really takes."""
+    model, file = MODELS["llama"], tmp_path / "prompt.safetensors"
+    sizes = {}
+    for per_channel in (True, False):
+        caches = caches_of(model, replace(CODED, fields=CODED.fields | {"cachegen_per_channel": per_channel}))
+        info = caches[0].layer
+        data = tensors(tokens, (1, info.kv_heads or 0, info.head_dim, info.value_dim))
+        for cache in caches:
+            cache.append(data.k, data.v)
+            cache.settle()
+        save_cache(file, caches)
+        loaded = load_cache(file, model)
+        assert all(same_state(a, b) for a, b in zip(caches, loaded, strict=True))
+        before = file.read_bytes()
+        save_cache(file, loaded)
+        assert file.read_bytes() == before
+        report = cache_report(caches, at_rest=True)
+        assert report.at_rest is not None
+        stored: Any = mx.load(str(file), format="safetensors")
+        arrays = {name: a for name, a in stored.items() if not name.endswith(".0")}  # that is the header
+        assert report.at_rest.nbytes == sum(a.nbytes for a in arrays.values())
+        assert report.at_rest.coded == sum(a.nbytes for a in arrays.values() if a.dtype == mx.uint8)
+        assert report.at_rest.entropy < report.at_rest.coded or tokens < 10
+        sizes[per_channel] = report.at_rest.coded
+    if tokens > 2000:  # tables pay: some channels of the keys are far wider than the others
+        held = sum(a.nbytes for name, a in caches[0].arrays().items() if name.endswith(("words", "anchors")))
+        assert sizes[True] < 0.99 * sizes[False] and sizes[False] < 0.95 * held * len(caches)
+
+
+def test_receipt_tells_encoded_bytes_from_entropy() -> None:
+    caches = [CODED.cache((1, 2, 64, 64)), ROWS[0].cache()]
+    for cache in caches:
+        feed(cache, tensors(300), [300])
+    plain, report = cache_report(caches), cache_report(caches, at_rest=True)
+    assert plain.at_rest is None and "at rest" not in str(plain) and plain == report
+    coded, bare = (layer.at_rest for layer in report.layers)
+    assert coded and bare and coded.entropy < coded.coded < coded.nbytes < caches[0].nbytes
+    assert bare == AtRest(sum(a.nbytes for a in caches[1].arrays().values()), 0, 0)
+    last = str(report).splitlines()[-1]
+    assert last.startswith(f"at rest {size(coded.nbytes + bare.nbytes)}, as save_cache writes it")
+    assert f"{size(coded.coded)} of that are entropy-coded bytes" in last
+    assert f"a bound that is not reached, is {size(coded.entropy)}" in last
+    batch = cache_report([CompressedBatchCache([caches[0], CODED.cache()])], at_rest=True)
+    assert batch.at_rest == coded
+
+
+def test_files_of_before_entropy_coding_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 0.1 named no coded arrays."""
+    model, file = MODELS["llama"], tmp_path / "prompt.safetensors"
+    caches = filled(model, ROWS[0])
+    plain = json.dumps
+    with monkeypatch.context() as patch:
+        patch.setattr(files.json, "dumps", lambda x: plain(x).replace(', "coded": {}', ""))
+        save_cache(file, caches)
+    assert b"coded" not in file.read_bytes()
+    assert all(same_state(a, b) for a, b in zip(caches, load_cache(file, model), strict=True))
 
 
 def edited(file: Path, change: str) -> None:
