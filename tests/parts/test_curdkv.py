@@ -16,7 +16,8 @@ from veloxquant_mlx.policies.leverage import Leverage
 def best(score: mx.array, budget: int = 12, sinks: int = 4) -> list[list[int]]:
     """The selection with nothing protected but sinks."""
     rows = mx.arange(score.shape[-1])[None, None]
-    return select.top(select.protect(score, rows, sinks, 0, score.shape[-1]), rows, budget)[0][0].tolist()
+    kept, _ = select.top(select.protect(score, rows, sinks, 0, score.shape[-1]), rows, budget)
+    return np.array(kept[0]).tolist()
 
 
 def windowed(x: np.ndarray, window: int) -> np.ndarray:

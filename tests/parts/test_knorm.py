@@ -29,7 +29,8 @@ CHUNKS = [[48], [47, 1], split(48, 7), [10, *[1] * 38], [1] * 48]
 def best(score: mx.array, budget: int, sinks: int = 0) -> list[list[int]]:
     """The selection with nothing protected but sinks."""
     rows = mx.arange(score.shape[-1])[None, None]
-    return select.top(select.protect(score, rows, sinks, 0, score.shape[-1]), rows, budget)[0][0].tolist()
+    kept, _ = select.top(select.protect(score, rows, sinks, 0, score.shape[-1]), rows, budget)
+    return np.array(kept[0]).tolist()
 
 
 def score_of(keys: mx.array, sign: int = -1) -> mx.array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +19,7 @@ from veloxquant_mlx.policies.heads import Compete
 SCORE = Anomaly(window=8, beta=3.0, tau=0.6, kappa=10.0)
 UNIFORM = [[0, 1, 5, 8, 11, 15, 16, 20, 30, 36, 40, 45], [0, 1, 4, 7, 15, 23, 25, 26, 32, 38, 40, 41]]
 COMPETING = [[0, 1, 5, 8, 11, 15, 16, 20, 24, 30, 36, 40, 45], [0, 1, 7, 15, 23, 25, 26, 32, 38, 40, 41]]
-FIELDS = {"nestedkv_budget": 12, "nestedkv_n_sink": 2, "nestedkv_window": 8}
+FIELDS: dict[str, Any] = {"nestedkv_budget": 12, "nestedkv_n_sink": 2, "nestedkv_window": 8}
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def oracle(keys: np.ndarray, block: int, window: int, beta: float, tau: float, k
 def picks(score: mx.array, budget: int, share: float) -> list[list[int]]:
     """What heads that compete keep of the first sequence."""
     index, valid = Compete.sharing(budget, share).of(score, budget)
-    pairs = zip(index[0].tolist(), valid[0].tolist(), strict=True)
+    pairs = zip(np.array(index[0]).tolist(), np.array(valid[0]).tolist(), strict=True)
     return [[i for i, real in zip(*pair, strict=True) if real] for pair in pairs]
 
 
@@ -112,8 +113,8 @@ def test_scores_against_the_formulas(n: int) -> None:
 
 def test_a_factor_on_all_keys_of_a_head_changes_nothing() -> None:
     keys = fixture.DATA.k
-    score = [SCORE.of(x, everywhere(x)) for x in (keys, keys * mx.array([1e3, 1e-3])[:, None, None])]
-    assert mx.allclose(*score, atol=1e-5)
+    plain, scaled = (SCORE.of(x, everywhere(x)) for x in (keys, keys * mx.array([1e3, 1e-3])[:, None, None]))
+    assert mx.allclose(plain, scaled, atol=1e-5)
 
 
 @pytest.mark.usefixtures("blocks_of_16")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import numpy as np
 
 from . import select
 
@@ -43,6 +44,6 @@ class Compete:
             score = mx.put_along_axis(score, own, mx.array(mx.inf), axis=-1)
         best, _ = select.top(score.reshape(b, 1, h * n), rows, h * budget)
         chosen = mx.put_along_axis(mx.zeros((b, 1, h * n), mx.bool_), best, mx.array(True), axis=-1).reshape(b, h, n)
-        width = int(chosen.sum(axis=-1).max().item())
+        width = int(np.array(chosen.sum(axis=-1)).max())
         order = mx.sort(mx.where(chosen, rows[..., :n], n), axis=-1)[..., :width]
         return mx.where(order < n, order, 0), order < n
