@@ -30,6 +30,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "skvq": {"skvq_window": 32},
     "snapkv": {"snap_budget": 64, "snap_obs_window": 16},
     "streaming_llm": {"stream_window_size": 60},
+    "h2o": {"h2o_budget": 64},
+    "tova": {"tova_budget": 64},
+    "keyformer": {"keyformer_budget": 64, "keyformer_recent": 16},
+    "morphkv": {"morphkv_budget": 64},
 }
 MODEL = {
     "model_type": "qwen2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from tests.matrix import IDS, ROWS, Row, feed, same_state, split, stored_bytes, tensors
+from tests.matrix import IDS, ROWS, Row, feed, same_rows, same_state, split, stored_bytes, tensors
 
 TOKENS = 300
 
@@ -13,13 +13,15 @@ TOKENS = 300
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 @pytest.mark.parametrize("size", [1, 7, 64, 299])
 def test_chunk_invariance(row: Row, size: int) -> None:
+    if size == 1 and row.per_step:
+        pytest.skip("tokens that come one by one are decoded, not a prompt")
     data = tensors(TOKENS, (2, 2, 64, 64))
     whole, pieces = row.cache(), row.cache()
     feed(whole, data, [TOKENS])
     feed(pieces, data, split(TOKENS, size))
     for cache in (whole, pieces):
         cache.end_prefill()
-    assert same_state(whole, pieces)
+    assert same_rows(whole, pieces)
     assert whole.offset == pieces.offset == TOKENS
     assert stored_bytes(whole) == stored_bytes(pieces)
 
@@ -30,7 +32,7 @@ def test_first_call_of_one_token(row: Row) -> None:
     first, whole = row.cache(), row.cache()
     feed(first, data, [1, 199, 1])
     feed(whole, data, [200, 1])
-    assert same_state(first, whole)
+    assert same_rows(first, whole)
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.drops], ids=[r.id for r in ROWS if r.drops])
@@ -41,7 +43,7 @@ def test_last_prompt_token_alone_ends_the_prompt(row: Row) -> None:
     feed(as_mlx_lm, data, [*split(TOKENS - 1, 128), 1])
     feed(whole, data, [TOKENS])
     whole.end_prefill()
-    assert same_state(as_mlx_lm, whole)
+    assert same_rows(as_mlx_lm, whole)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

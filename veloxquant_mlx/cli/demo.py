@@ -41,6 +41,10 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("skvq, 2 bits", {"method": "skvq"}),
     ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
     ("streaming_llm, 512 tokens", {"method": "streaming_llm", "stream_window_size": 508}),
+    ("h2o, 512 tokens", {"method": "h2o"}),
+    ("tova, 512 tokens", {"method": "tova"}),
+    ("keyformer, 512 tokens", {"method": "keyformer"}),
+    ("morphkv, 512 tokens", {"method": "morphkv"}),
 )
 NOTES = {
     "streaming_llm": "keeps the first 4 tokens and the newest 508, by design: the password stands before those",
