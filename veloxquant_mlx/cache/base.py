@@ -16,6 +16,7 @@ from ..artifacts.calibration import CalibrationArtifact
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import LayerInfo, is_int
 from ._flat import OWNER, FlatConfig
+from .compose import check_pair
 from .registry import MethodName, method
 
 if TYPE_CHECKING:
@@ -91,6 +92,21 @@ def _check_type(config: Any) -> None:
         raise QuantizerConfigError(
             f"config={config!r} cannot be used: it must be a KVCacheConfig, such as KVCacheConfig(method='kivi')."
         )
+
+
+def _parts(config: Any) -> list[KVCacheConfig]:
+    """The one or two configurations that ``for_model`` was given."""
+    parts = list(config) if isinstance(config, (list, tuple)) else [config]
+    if len(parts) not in (1, 2):
+        raise QuantizerConfigError(
+            f"config is a {type(config).__name__} of {len(parts)}: it must hold one configuration, or two of which the "
+            "first drops tokens and the second packs those that stay. Pass for example [snapkv, kivi]."
+        )
+    for part in parts:
+        _check_type(part)
+    if len(parts) == 2:
+        check_pair(*parts)
+    return parts
 
 
 def _check_bit_list(bits: Sequence) -> None:
@@ -268,28 +284,26 @@ class KVCacheBuilder:
             refuse("n_calib_tokens", ">= 1")
 
     @staticmethod
-    def for_model(model: Any, config: KVCacheConfig, serve_standalone: bool = False) -> list:
+    def for_model(model: Any, config: KVCacheConfig | Sequence[KVCacheConfig], serve_standalone: bool = False) -> list:
         """One cache per entry of the model's own cache list, sized by layer; works for text and vision models.
 
         Full-attention layers get a compressed cache, the others keep what the model would use there. A list in
         ``bit_width_inlier`` has one element per attention layer. The seed grows by the layer's index. A standalone
-        method needs ``serve_standalone=True``. Raises ``QuantizerConfigError``; warns if no layer can be compressed.
+        method needs ``serve_standalone=True``. Two configurations are combined: the first drops tokens, the second
+        packs those that stay. Raises ``QuantizerConfigError``; warns if no layer can be compressed.
 
         >>> caches = KVCacheBuilder.for_model(model, KVCacheConfig(method="kivi"))  # doctest: +SKIP
+        >>> both = [KVCacheConfig(method="snapkv"), KVCacheConfig(method="kivi")]
+        >>> caches = KVCacheBuilder.for_model(model, both)  # doctest: +SKIP
         """
-        if isinstance(config, (list, tuple)):
-            raise QuantizerConfigError(
-                f"config is a {type(config).__name__} of {len(config)}: composing several methods is not built yet. "
-                "Pass one KVCacheConfig."
-            )
-        _check_type(config)
-        entry = method(config.method)
-        if config.method in STANDALONE_METHODS and not serve_standalone:
-            raise QuantizerConfigError(
-                f"method {config.method!r} is standalone: KVCacheFactory.create builds its cache, which is fed token "
-                "by token. To run a model with it, call for_model(model, config, serve_standalone=True) or choose "
-                "another method."
-            )
+        parts = _parts(config)
+        for part in parts:
+            if part.method in STANDALONE_METHODS and not serve_standalone:
+                raise QuantizerConfigError(
+                    f"method {part.method!r} is standalone: KVCacheFactory.create builds its cache, which is fed token "
+                    "by token. To run a model with it, call for_model(model, config, serve_standalone=True) or choose "
+                    "another method."
+                )
 
         from ..attention import hook  # imports mlx_lm, which takes seconds
         from ..models.inspect import cache_slots
@@ -301,30 +315,34 @@ class KVCacheBuilder:
                 f"model={type(model).__name__} has no layers: it must have model.layers or model.model.layers. "
                 "Pass the loaded language model."
             )
-        if isinstance(config.store, CalibrationArtifact):
-            config.store.check_model(model)
-        configs = _layer_configs(config, slots)
-        served = [c for slot, c in zip(slots, configs, strict=True) if slot.layer is not None]
-        for layer_config in served or configs:
-            entry.check(layer_config)
-        entry.require_built()
-        if not served:
-            reasons = ", ".join(sorted({slot.reason for slot in slots}))
-            message = f"no layer of this model can be compressed ({reasons}): its own caches are returned"
-            warnings.warn(message, UserWarning, stacklevel=2)
+        per_slot: list[list[KVCacheConfig]] = []
+        for part in parts:
+            if isinstance(part.store, CalibrationArtifact):
+                part.store.check_model(model)
+            per_slot.append(_layer_configs(part, slots))
+            served = [c for slot, c in zip(slots, per_slot[-1], strict=True) if slot.layer is not None]
+            for layer_config in served or per_slot[-1]:
+                method(part.method).check(layer_config)
+            method(part.method).require_built()
         hook.install(model)
-        caches, blind = [], []
-        for slot, layer_config in zip(slots, configs, strict=True):
+        caches, blind, compressed = [], [], 0
+        for slot, *layer_configs in zip(slots, *per_slot, strict=True):
             if slot.layer is None:
                 slot.native.left_alone = slot.reason  # for the receipt
                 caches.append(slot.native)
                 continue
-            caches.append(CompressedKVCache(layer_config, slot.layer))
+            compressed += 1
+            caches.append(CompressedKVCache(layer_configs[0], slot.layer, *layer_configs[1:]))
             if slot.hooked is False and caches[-1].needs_queries:
                 blind.append(slot.index)
         if blind:
+            name = "+".join(part.method for part in parts)
             raise QuantizerConfigError(
-                f"method={config.method!r} needs the model's queries, but the attention of cache entries {blind} does "
+                f"method={name!r} needs the model's queries, but the attention of cache entries {blind} does "
                 "not go through mlx_lm's shared attention function. Choose a method that needs no queries."
             )
+        if not compressed:
+            reasons = ", ".join(sorted({slot.reason for slot in slots}))
+            message = f"no layer of this model can be compressed ({reasons}): its own caches are returned"
+            warnings.warn(message, UserWarning, stacklevel=2)
         return caches

@@ -20,6 +20,7 @@ from ..core.types import LayerInfo, Recipe
 from ..observers.reporter import Reporter
 from . import state as saved
 from .checks import FiniteWatch, check_rows
+from .compose import compose
 from .lifecycle import Lifecycle, Phase
 from .registry import method
 from .store import Store
@@ -81,8 +82,9 @@ class CompressedKVCache(_Base):
     to_quantized = _Absent()
     merge = _Merge()
 
-    def __init__(self, config: KVCacheConfig, layer: LayerInfo | None = None):
-        self._config = config
+    def __init__(self, config: KVCacheConfig, layer: LayerInfo | None = None, packing: KVCacheConfig | None = None):
+        """``packing`` packs the rows that ``config.method`` keeps (``cache.compose``)."""
+        self._config, self._packing = config, packing
         self._build(layer or LayerInfo(head_dim=config.head_dim, value_dim=config.head_dim))
         self._reset()
 
@@ -91,8 +93,11 @@ class CompressedKVCache(_Base):
         config = self._config
         self._layer = layer
         self._recipe: Recipe = method(config.method).recipe(config, layer)
+        if (packing := self._packing) is not None:
+            packed = method(packing.method).recipe(packing, layer)
+            self._recipe = compose(self._recipe, packed, (config.method, packing.method))
         self._store = Store(self._recipe)
-        self._life = Lifecycle(self._recipe, config.capacity, Reporter(config.observers, config.method, layer.index))
+        self._life = Lifecycle(self._recipe, config.capacity, Reporter(config.observers, self.method, layer.index))
 
     def _reset(self) -> None:
         self.offset = 0
@@ -174,7 +179,7 @@ class CompressedKVCache(_Base):
         """Forget the newest ``n`` tokens (at most all); returns how many. A method that drops rows cannot."""
         if not self.is_trimmable():
             raise CacheStateError(
-                f"{self._config.method!r} drops tokens and cannot trim (asked: {n}); is_trimmable() is False for it. "
+                f"{self.method!r} drops tokens and cannot trim (asked: {n}); is_trimmable() is False for it. "
                 "Start a new cache for the shorter text."
             )
         n = min(operator.index(n), self.offset)  # a numpy integer would end up in the saved header
@@ -299,6 +304,16 @@ class CompressedKVCache(_Base):
         return self._config
 
     @property
+    def packing(self) -> KVCacheConfig | None:
+        """The configuration of the method that packs what ``config.method`` keeps."""
+        return self._packing
+
+    @property
+    def method(self) -> str:
+        """The name of the method, or both names as in ``snapkv+kivi``."""
+        return "+".join(c.method for c in (self._config, self._packing) if c is not None)
+
+    @property
     def layer(self) -> LayerInfo:
         """The layer that feeds this cache, as far as it is known."""
         return self._layer
@@ -340,7 +355,7 @@ class CompressedKVCache(_Base):
     def describe(self) -> dict[str, Any]:
         """What the receipt says of this layer."""
         return {
-            "method": self._config.method,
+            "method": self.method,
             "tokens": self.offset,
             "rows": self._store.live,
             "elements": self._elements,
@@ -386,12 +401,12 @@ class CompressedKVCache(_Base):
         """Nobody called ``attend`` for the last update: the model has attention code of its own."""
         if self._life.needs_queries:
             raise QuantizerConfigError(
-                f"method={self._config.method!r} needs the model's queries, but this model's attention does not go "
+                f"method={self.method!r} needs the model's queries, but this model's attention does not go "
                 "through mlx_lm's shared attention function. Choose a method that needs no queries."
             )
         if self._recipe.eviction is not None and self._recipe.eviction.ragged:
             raise QuantizerConfigError(
-                f"method={self._config.method!r} keeps different numbers of rows per head, which this model's own "
+                f"method={self.method!r} keeps different numbers of rows per head, which this model's own "
                 "attention code cannot be told. Choose a method with one budget for all heads."
             )
         self._mode = Mode.ARRAY

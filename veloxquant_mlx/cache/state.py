@@ -35,7 +35,7 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
     pending = cache._watch.pending
     header = {
         "format": FORMAT,
-        "config": _plain(cache._config),
+        "configs": [_plain(config) for config in _configs(cache)],
         "unsaved": unsaved(cache),
         "layer": _layer_values(cache._layer),
         "offset": cache.offset,
@@ -62,14 +62,9 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
             f"the state was made with {', '.join(header['unsaved'])}, which a state cannot hold. "
             "Feed the prompt again to a cache with the same configuration."
         )
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["config"].items()}
-    if values.get("dtype"):
-        values["dtype"] = getattr(mx, values["dtype"])
-    config = KVCacheConfig(**values)
-    if isinstance(config.bit_width_inlier, tuple):
-        config.bit_width_inlier = list(config.bit_width_inlier)
+    config, *more = (_config(values) for values in header["configs"])
     layer = LayerInfo(**header["layer"] | {"rope": _rope(header["layer"]["rope"])})
-    cache._config = config
+    cache._config, cache._packing = config, more[0] if more else None
     cache._build(layer)
     cache._reset()
     cache.offset, life = header["offset"], cache._life
@@ -98,9 +93,24 @@ def _header(state: Any) -> dict[str, Any]:
     return header
 
 
+def _configs(cache: CompressedKVCache) -> list[KVCacheConfig]:
+    return [config for config in (cache.config, cache.packing) if config is not None]
+
+
+def _config(plain: dict[str, Any]) -> KVCacheConfig:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+    if values.get("dtype"):
+        values["dtype"] = getattr(mx, values["dtype"])
+    config = KVCacheConfig(**values)
+    if isinstance(config.bit_width_inlier, tuple):
+        config.bit_width_inlier = list(config.bit_width_inlier)
+    return config
+
+
 def unsaved(cache: CompressedKVCache) -> list[str]:
     """Fields whose values JSON cannot hold, and the store where constants came out of one."""
-    names = [name for name, value in _set_fields(cache._config) if not isinstance(value, (*_JSON, mx.Dtype))]
+    fields = [field for config in _configs(cache) for field in _set_fields(config)]
+    names = [name for name, value in fields if not isinstance(value, (*_JSON, mx.Dtype))]
     return [*names, "store"] if cache._recipe.from_store else names
 
 

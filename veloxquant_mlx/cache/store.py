@@ -72,7 +72,8 @@ class Store:
             self.positions = _put(self.positions, slot, start)
             self.row_aux = {name: _put(a, slot, 0) for name, a in self.row_aux.items()}
             return
-        self.compact()
+        if self.vacant is not None:
+            self.compact()
         self.keys.append(keys)
         self.values.append(values)
         if self.positions is not None:
@@ -100,7 +101,11 @@ class Store:
         self.keys.keep(index)
         self.values.keep(index)
         self.positions = _gather(positions, index)
-        self.row_aux = {name: _gather(a, index) for name, a in self.row_aux.items()}
+        front = {name: positions.shape[-1] - a.shape[-1] for name, a in self.row_aux.items()}
+        self.row_aux = {
+            name: _gather(mx.pad(a, [(0, 0), (0, 0), (front[name], 0)]) if front[name] else a, index)
+            for name, a in self.row_aux.items()
+        }
         if valid is not None:
             self.positions, self.holes = mx.where(valid, self.positions, -1), True
 
