@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.formulas_nestedkv import competing
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.store import GROW
@@ -144,6 +145,18 @@ def observed(budget: int, ring: int = 0, sums: bool = True, shared: bool = False
     return held
 
 
+def fitted(budget: int) -> Callable[[int, Shape, int], int]:
+    """As ``observed``, with the float32 filters that were fitted on all queries held until then."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, _ = shape
+        if tokens > budget:
+            return observed(budget)(tokens, shape, itemsize) + b * h * 4 * dk
+        return observed(budget, ring=tokens, sums=False)(tokens, shape, itemsize)
+
+    return held
+
+
 ROWS = (
     Row("kivi-2", "kivi", kivi(2, 32, 128), {"bit_width_inlier": 2}, identity=127, channel_bits=2),
     Row(
@@ -208,6 +221,19 @@ ROWS = (
         identity=64,
         drops=True,
     ),
+    Row("knorm", "knorm", observed(64), {"knorm_budget": 64}, identity=64, drops=True, per_step=True),
+    Row(
+        "qfilters",
+        "qfilters",
+        fitted(64),
+        {"qfilters_budget": 64, "qfilters_on_low_retention": "ignore"},
+        identity=64,
+        drops=True,
+        queries=True,
+        per_step=True,
+    ),
+    Row("curdkv", "curdkv", observed(64, sums=False), {"curdkv_budget": 64}, identity=64, drops=True),
+    Row("nestedkv", "nestedkv", competing(64), {"nestedkv_budget": 64}, identity=64, drops=True),
     Row("h2o", "h2o", observed(80), {"h2o_budget": 80}, identity=80, drops=True, queries=True, per_step=True),
     Row(
         "tova",

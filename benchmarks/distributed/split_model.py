@@ -30,6 +30,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "skvq": {"skvq_window": 32},
     "snapkv": {"snap_budget": 64, "snap_obs_window": 16},
     "streaming_llm": {"stream_window_size": 60},
+    "knorm": {"knorm_budget": 64},
+    "qfilters": {"qfilters_budget": 64, "qfilters_on_low_retention": "ignore"},
+    "curdkv": {"curdkv_budget": 64},
+    "nestedkv": {"nestedkv_budget": 64, "nestedkv_safeguard_alpha": 1.0},  # heads compete within one machine only
     "h2o": {"h2o_budget": 64},
     "tova": {"tova_budget": 64},
     "keyformer": {"keyformer_budget": 64, "keyformer_recent": 16},
