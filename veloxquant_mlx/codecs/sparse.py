@@ -6,6 +6,8 @@ The sparse part of GEAR (Kang et al., arXiv 2403.05527) and of KVQuant (Hooper e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import mlx.core as mx
 
@@ -25,17 +27,14 @@ def extremes(x: mx.array, count: int) -> mx.array:
 
 
 class Sparse(ABC):
-    """``count`` entries in every vector of rows ``(B, H, n, D)``; ``vectors`` lays vectors along the last axis.
+    """Entries ``m`` per vector of rows ``(B, H, n, D)``; ``vectors`` lays vectors along the last axis.
 
     Codes: ``sparse_index`` uint16 (uint32 for vectors longer than 65536) and ``sparse_values`` float16, both
-    ``(..., count)``. An entry is the difference to the dense rows, so that it is added, never written over them; a
-    slot without use holds the value 0. Products visit the entries only, in float32.
+    ``(..., m)``. An entry is the difference to the dense rows, so that it is added, never written over them; a slot
+    without use holds the value 0. Products visit the entries only, in float32.
     """
 
-    layout: dict[str, Axis]
-
-    def __init__(self, count: int) -> None:
-        self.count = count
+    layout: Mapping[str, Axis]
 
     @abstractmethod
     def vectors(self, x: mx.array) -> mx.array:
@@ -50,7 +49,7 @@ class Sparse(ABC):
         """Of every entry, flat: its token in ``B * H * n`` and its channel in ``B * H * D``; ``shape`` is the rows'."""
 
     def encode(self, difference: mx.array, index: mx.array) -> Codes:
-        """Codes of the entries ``index`` ``(..., count)`` of the vectors of ``difference`` ``(B, H, n, D)``."""
+        """Codes of the entries ``index`` ``(..., m)`` of the vectors of ``difference`` ``(B, H, n, D)``."""
         vectors = self.vectors(difference)
         values = mx.clip(mx.take_along_axis(vectors, index, axis=-1), -F16_MAX, F16_MAX).astype(mx.float16)
         dtype = mx.uint16 if vectors.shape[-1] <= 1 << 16 else mx.uint32
@@ -58,9 +57,10 @@ class Sparse(ABC):
 
     def add(self, rows: mx.array, codes: Codes) -> mx.array:
         """``rows`` ``(B, H, n, D)`` with the entries added."""
-        index, vectors = codes["sparse_index"], self.vectors(rows)
-        values = mx.take_along_axis(vectors, index, axis=-1) + codes["sparse_values"].astype(rows.dtype)
-        return self.rows(mx.put_along_axis(vectors, index, values, axis=-1), rows)
+        b, h, n, dim = rows.shape
+        tokens, channels = self._places(codes["sparse_index"], (b, h, n, dim))
+        values = codes["sparse_values"].reshape(-1).astype(rows.dtype)
+        return rows.reshape(-1).at[tokens * dim + channels % dim].add(values).reshape(rows.shape)
 
     def scores(self, q: mx.array, codes: Codes, n: int) -> mx.array:
         """What the entries of ``n`` tokens add to the scores: ``(B, H, R, n)`` float32 for ``q`` ``(B, H, R, D)``."""
@@ -85,11 +85,12 @@ def _scatter(x: mx.array, source: mx.array, target: mx.array, values: mx.array, 
 
 
 class TokenSparse(Sparse):
-    """A vector is one token over all heads: codes ``(B, 1, n, count)``, index ``head * D + channel``."""
+    """A vector is one token over all heads: codes ``(B, 1, n, m)``, index ``head * D + channel``.
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.layout = {"sparse_index": Axis(-2, 1), "sparse_values": Axis(-2, 1)}
+    Heads share the codes: a codec that holds them cannot pick tokens per head (``Codec.take`` is None).
+    """
+
+    layout = MappingProxyType({"sparse_index": Axis(-2, 1), "sparse_values": Axis(-2, 1)})
 
     def vectors(self, x: mx.array) -> mx.array:
         b, h, n, dim = x.shape
@@ -107,15 +108,15 @@ class TokenSparse(Sparse):
 
 
 class ChannelSparse(Sparse):
-    """A vector is one channel of one head over a block of tokens: codes ``(B, H, n / block, D, count)``.
+    """A vector is one channel of one head over a block of tokens: codes ``(B, H, n / block, D, m)``.
 
     The index counts from the start of the block; ``block=None`` takes all tokens as one.
     """
 
-    def __init__(self, count: int, block: int | None = None) -> None:
-        super().__init__(count)
+    layout = MappingProxyType({"sparse_index": Axis(2, 1), "sparse_values": Axis(2, 1)})
+
+    def __init__(self, block: int | None = None) -> None:
         self.block = block
-        self.layout = {"sparse_index": Axis(2, 1), "sparse_values": Axis(2, 1)}
 
     def vectors(self, x: mx.array) -> mx.array:
         b, h, n, dim = x.shape
@@ -124,6 +125,15 @@ class ChannelSparse(Sparse):
 
     def rows(self, vectors: mx.array, like: mx.array) -> mx.array:
         return vectors.swapaxes(-1, -2).reshape(like.shape)
+
+    def part(self, codes: Codes, start: int, stop: int) -> Codes:
+        """Codes for tokens ``start`` to ``stop`` inside one block: entries of other tokens become slots without use."""
+        index = codes["sparse_index"]
+        inside = (index >= start) & (index < stop)
+        return {
+            "sparse_index": mx.where(inside, index - start, 0).astype(index.dtype),
+            "sparse_values": mx.where(inside, codes["sparse_values"], 0).astype(mx.float16),
+        }
 
     def _places(self, index: mx.array, shape: tuple[int, int, int, int]) -> tuple[mx.array, mx.array]:
         b, h, n, dim = shape
