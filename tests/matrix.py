@@ -113,6 +113,21 @@ def skvq(bits: int, window: int, sinks: int, fit: int) -> Callable[[int, Shape, 
     return held
 
 
+def kvquant(bits: int, group: int, fit: int) -> Callable[[int, Shape, int], int]:
+    """After one sink: whole blocks, 1 % of a token's numbers in 4 bytes each, ranges per channel and per token."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        n = (tokens - 1) // group * group if tokens > fit else 0
+        tables = 2 * 2**bits
+        packed = (4 * h * dk + 2 * tables) if n else 0
+        for d, params in ((dk, 0), (dv, 4)):
+            packed += up(n, GROW) * (h * up(d, 32) * bits // 8 + math.ceil(0.01 * h * d) * 4 + params)
+        return b * (packed + h * (tokens - n) * (dk + dv) * itemsize)
+
+    return held
+
+
 def kept(budget: int, window: int | None = None) -> Callable[[int, Shape, int], int]:
     """A policy that just acted: float rows and int32 positions, per head (with an observation window) or shared.
 
@@ -195,6 +210,7 @@ ROWS = (
         identity=9,
     ),
     Row("skvq", "skvq", skvq(2, 32, 5, 64), {"skvq_window": 32}, identity=68),
+    Row("kvquant", "kvquant", kvquant(3, 32, 64), {"n_calib_tokens": 64}, identity=64),
     Row(
         "snapkv-64",
         "snapkv",
@@ -233,7 +249,8 @@ ROWS = (
         per_step=True,
     ),
     Row("curdkv", "curdkv", observed(64, sums=False), {"curdkv_budget": 64}, identity=64, drops=True),
-    Row("nestedkv", "nestedkv", competing(64), {"nestedkv_budget": 64}, identity=64, drops=True),
+    # Not for its queries: attention must know that heads are of different lengths.
+    Row("nestedkv", "nestedkv", competing(64), {"nestedkv_budget": 64}, identity=64, drops=True, queries=True),
     Row("h2o", "h2o", observed(80), {"h2o_budget": 80}, identity=80, drops=True, queries=True, per_step=True),
     Row(
         "tova",

@@ -73,8 +73,8 @@ class Eviction:
 
     @property
     def needs_queries(self) -> bool:
-        """Whether rows are dropped by what the model's queries attend to."""
-        return self.retrieval is not None or (self.score is not None and self.score.needs_queries)
+        """Whether attention must come back to the cache: for its queries, or for heads of different lengths."""
+        return self.retrieval is not None or self.ragged or (self.score is not None and self.score.needs_queries)
 
     @property
     def watches(self) -> bool:
