@@ -4,6 +4,7 @@ from .allocate import CHOICES, LLOYD_MAX, MIN_MAX, allocate_bits, expected
 from .collect import Call, Sample, collect, sequences_of
 from .fit import CALIBRATORS, fit_artifact
 from .qfilters import query_filters
+from .sensitivity import Sensitivity, divergences, layer_sensitivity
 
 __all__ = [
     "CALIBRATORS",
@@ -12,10 +13,13 @@ __all__ = [
     "MIN_MAX",
     "Call",
     "Sample",
+    "Sensitivity",
     "allocate_bits",
     "collect",
+    "divergences",
     "expected",
     "fit_artifact",
+    "layer_sensitivity",
     "query_filters",
     "sequences_of",
 ]
