@@ -66,7 +66,7 @@ def test_damaged_state_is_refused(damage: str) -> None:
     feed(cache, tensors(200), [200])
     header, *arrays = cache.state
     text = bytes(np.array(header)).decode()
-    newer = mx.array(np.frombuffer(text.replace('"format": 1', '"format": 99').encode(), np.uint8))
+    newer = mx.array(np.frombuffer(text.replace('"format": 2', '"format": 99').encode(), np.uint8))
     state = {
         "no header": arrays,
         "foreign": [mx.zeros((1, 2, 3, 4)), mx.zeros((1, 2, 3, 4)), 3],

@@ -96,6 +96,8 @@ class CompressedKVCache(_Base):
         if (packing := self._packing) is not None:
             packed = method(packing.method).recipe(packing, layer)
             self._recipe = compose(self._recipe, packed, (config.method, packing.method))
+        if layer.key_bias is not None:
+            self._recipe = layer.key_bias.taken_out(self._recipe)
         self._store = Store(self._recipe)
         self._life = Lifecycle(self._recipe, config.capacity, Reporter(config.observers, self.method, layer.index))
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.exceptions import CacheStateError
 from ..core.types import LayerInfo, Recipe
+from ..models.bias import KeyBias
 from ..models.rope import Rotation, UnknownRotation
 from .base import KVCacheConfig
 from .lifecycle import Phase
@@ -63,7 +64,7 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
             "Feed the prompt again to a cache with the same configuration."
         )
     config, *more = (_config(values) for values in header["configs"])
-    layer = LayerInfo(**header["layer"] | {"rope": _rope(header["layer"]["rope"])})
+    layer = _layer(header["layer"])
     cache._config, cache._packing = config, more[0] if more else None
     cache._build(layer)
     cache._reset()
@@ -138,7 +139,17 @@ def _layer_values(layer: LayerInfo) -> dict[str, Any]:
         values["rope"] = {"partner": layer.rope.partner.tolist(), "rate": layer.rope.rate.tolist()}
     elif isinstance(layer.rope, UnknownRotation):
         values["rope"] = {"reason": layer.rope.reason}
+    if layer.key_bias is not None:
+        values["key_bias"] = layer.key_bias.vector.tolist()
     return values
+
+
+def _layer(values: dict[str, Any]) -> LayerInfo:
+    rope, bias = _rope(values["rope"]), values["key_bias"]
+    if bias is not None:
+        assert not isinstance(rope, UnknownRotation)
+        bias = KeyBias(np.array(bias), rope)
+    return LayerInfo(**values | {"rope": rope, "key_bias": bias})
 
 
 def _rope(values: dict[str, Any] | None) -> Rotation | UnknownRotation | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..codecs.base import TILE, Codec, Codes, GuidedCodec, after, compute_dtype, take_rows
+from ..codecs.base import TILE, Codec, Codes, GuidedCodec, after, cast, compute_dtype, take_rows
 from ..core.types import Stream
 
 # Buffers grow by this many rows, so that appending one token is one small write. Held and counted in nbytes.
@@ -231,11 +231,19 @@ class StreamStore:
         return codec.encode(rows)
 
     def _turn(self, rows: mx.array, start: int, back: bool = False) -> mx.array:
-        """Rows from index ``start`` on with their rotary positions taken out (``back``) or put in again."""
-        if self.spec.rotation is None:
+        """Rows from index ``start`` on with their rotary positions and bias taken out (``back``) or put in again."""
+        return self._turn_at(rows, lambda: self._where(start, start + rows.shape[2]), back)
+
+    def _turn_at(self, rows: mx.array, where: Callable[[], mx.array], back: bool) -> mx.array:
+        rotation, bias = self.spec.rotation, self.spec.bias
+        if rotation is None and bias is None:
             return rows
-        positions = self._where(start, start + rows.shape[2])
-        return self.spec.rotation.turn(rows.astype(mx.float32) if back else rows, -positions if back else positions)
+        dtype, positions, wide = rows.dtype, where(), rows.astype(mx.float32)
+        if back:
+            wide = wide if rotation is None else rotation.turn(wide, -positions)
+            return wide if bias is None else wide - bias.rows(positions)
+        wide = wide if bias is None else wide + bias.rows(positions)
+        return cast(wide if rotation is None else rotation.turn(wide, positions), dtype)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -283,7 +291,9 @@ class StreamStore:
         for part in self._sealed():
             if self.spec.rotation is None:
                 # Over the whole buffers, then cut: slicing codes would copy them.
-                parts.append(part.codec.scores(q, part.codes)[..., : part.n])
+                scores = part.codec.scores(q, part.codes)[..., : part.n]
+                bias = self.spec.bias
+                parts.append(scores if bias is None else scores + bias.scores(q, self._where(at, at + part.n)))
             else:
                 parts += self._turned_scores(part, q, at)
             at += part.n
@@ -406,9 +416,8 @@ class StreamStore:
         taken = self.packed.codec.take(codes, index)
         assert taken is not None
         rows = self.packed.codec.decode(taken, self.dtype)
-        if self.spec.rotation is not None:
-            every = mx.broadcast_to(self._where(0, self.n), (self.batch, self.heads, self.n))
-            rows = self.spec.rotation.turn(rows, mx.take_along_axis(every, index, axis=-1))
+        every = mx.broadcast_to(self._where(0, self.n), (self.batch, self.heads, self.n))
+        rows = self._turn_at(rows, lambda: mx.take_along_axis(every, index, axis=-1), back=False)
         first, n = self.sinks.n, self.packed.n
         floats = [view for part in (self.sinks, self.tail) if (view := part.view()) is not None]
         if not floats:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from ..codecs.base import Codec
+    from ..models.bias import KeyBias
     from ..models.rope import Rotation, UnknownRotation
     from ..policies.eviction import Eviction
     from ..policies.guide import Guide
@@ -25,7 +26,7 @@ class LayerInfo:
 
     ``index`` counts the entries of the model's cache list, ``rank`` and ``n_layers`` only the layers that the method
     is applied to. ``rope`` is the rotation that the layer gives its keys (``models.rope``), None where it gives none or
-    no model is at hand. ``shared``: another layer reads the same rows later in the same step. ``batches``: its
+    no model is at hand. ``key_bias`` is the constant part of its keys, where it is large against the rest. ``shared``: another layer reads the same rows later in the same step. ``batches``: its
     attention can take a mask per sequence; where it cannot, sequences run one by one.
     """
 
@@ -37,6 +38,7 @@ class LayerInfo:
     rank: int = 0
     n_layers: int = 1
     rope: Rotation | UnknownRotation | None = None
+    key_bias: KeyBias | None = None
     shared: bool = False
     batches: bool = True
 
@@ -49,7 +51,7 @@ class Stream:
     dtype; the rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist.
     ``codec=None`` keeps everything as it came. With a ``prompt`` codec (which needs ``Recipe.deferred``) all rows of
     the first prompt that are due at its end become one block of that codec, whatever their number. With a ``rotation``
-    (of keys) codecs see rows as they were before it. ``dtype`` casts the rows on arrival, None keeps the model's.
+    (of keys) codecs see rows as they were before it, without ``bias`` where there is one. ``dtype`` casts the rows on arrival, None keeps the model's.
     ``fit_rows`` fits the codec on fewer rows than it asks for. ``bounded`` says that a policy caps the float rows, so
     that no room to grow is held.
     """
@@ -60,6 +62,7 @@ class Stream:
     chunk: int = 1
     sinks: int = 0
     rotation: Rotation | None = None
+    bias: KeyBias | None = None
     fit_rows: int | None = None
     dtype: mx.Dtype | None = None
     bounded: bool = False

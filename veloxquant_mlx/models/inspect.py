@@ -78,7 +78,14 @@ def cache_slots(model: Any) -> list[Slot]:
             slots.append(Slot(index, native, None, None if _kind(native) in _RECURRENT else attention, reason))
             continue
         seen = probe(attention, _first(args, *_WIDTH))
-        info = replace(_geometry(attention, args), index=index, rope=seen.rope, shared=shared, batches=seen.batches)
+        info = replace(
+            _geometry(attention, args),
+            index=index,
+            rope=seen.rope,
+            key_bias=seen.key_bias,
+            shared=shared,
+            batches=seen.batches,
+        )
         slots.append(Slot(index, native, info, attention, "", seen.hooked))
     return _ranked(slots)
 

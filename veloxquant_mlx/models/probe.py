@@ -17,19 +17,23 @@ import mlx.nn as nn
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
+from .bias import KeyBias
 from .rope import Rotation, UnknownRotation, probe_rotation
 
+# A constant part of the keys is worth its price in attention from this many times the spread of the rest on.
+LARGE = 2.0
 _POSITION = 7  # turns most channel pairs visibly
 _probes: dict[int, tuple[weakref.ref[Any], Probe]] = {}  # id(attention): modules are dicts, so they cannot be keys
 
 
 @dataclass(frozen=True)
 class Probe:
-    """``rope`` and ``batches`` as in LayerInfo; ``hooked``: queries reach the cache (None: could not be tested)."""
+    """``rope``, ``batches`` and ``key_bias`` as in LayerInfo; ``hooked``: queries reach the cache (None: untested)."""
 
     rope: Rotation | UnknownRotation | None
     hooked: bool | None
     batches: bool = True
+    key_bias: KeyBias | None = None
 
 
 class _Attended(Exception):
@@ -78,7 +82,25 @@ def _run(attention: nn.Module, width: int | None) -> Probe:
     except Exception as error:  # a model's own code may raise anything; the reason reaches whoever needs the rotation
         return Probe(UnknownRotation(f"its attention raised {type(error).__name__}: {error}"), None)
     batches = hooked is not False or _takes_batch_masks(attention, width, start.shape[1] + 1)
-    return Probe(_rotation(attention, start, moved), hooked, batches)
+    rope = _rotation(attention, start, moved)
+    bias = None if isinstance(rope, UnknownRotation) else _key_bias(attention, width, start, rope)
+    return Probe(rope, hooked, batches, bias)
+
+
+def _key_bias(attention: nn.Module, width: int, start: mx.array, rope: Rotation | None) -> KeyBias | None:
+    """The constant part of the keys, if they are a constant and a linear part and the constant is large.
+
+    ``start`` are the keys of the probe token at position 0, where no rotation shows.
+    """
+    constant, double = (_keys_at(attention, width, 0, size)[0] for size in (0.0, 2.0))
+    linear = start - constant
+    spread = float(mx.sqrt((linear * linear).mean()))
+    if not spread or float(mx.abs(constant).max()) < LARGE * spread:
+        return None
+    # bfloat16 rounds the sum of a large constant and a small rest
+    if not mx.allclose(double - constant, 2 * linear, rtol=0.05, atol=0.02 * float(mx.abs(double).max())):
+        return None
+    return KeyBias(np.array(constant[0, :, 0]), rope)
 
 
 def _takes_batch_masks(attention: nn.Module, width: int, batch: int) -> bool:
@@ -97,10 +119,13 @@ def _takes_batch_masks(attention: nn.Module, width: int, batch: int) -> bool:
     return True
 
 
-def _keys_at(attention: nn.Module, width: int, position: int) -> tuple[mx.array, bool | None]:
-    """Keys (1, H, 1, D) in float32 of a fixed random token at ``position``, and whether the seam was reached."""
+def _keys_at(attention: nn.Module, width: int, position: int, size: float = 1.0) -> tuple[mx.array, bool | None]:
+    """Keys (1, H, 1, D) in float32 of a fixed random token at ``position``, and whether the seam was reached.
+
+    ``size`` multiplies the token.
+    """
     cache = _ProbeCache(position)
-    token = mx.array(np.random.default_rng(0).standard_normal((1, 1, width)), dtype=_float_dtype(attention))
+    token = mx.array(size * np.random.default_rng(0).standard_normal((1, 1, width)), dtype=_float_dtype(attention))
     try:
         attention(token, **_arguments(attention, token, cache))
         hooked = False
