@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kitty": {"residual_length": 64},
     "turboquant_rvq": {"bit_width_inlier": 3},
     "cachegen": {"cachegen_layer_groups": 1},  # a schedule by depth would give the halves different sizes
+    "kvquant": {"n_calib_tokens": 64},
     "skvq": {"skvq_window": 32},
     "snapkv": {"snap_budget": 64, "snap_obs_window": 16},
     "streaming_llm": {"stream_window_size": 60},
@@ -35,8 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "curdkv": {"curdkv_budget": 64},
     "nestedkv": {"nestedkv_budget": 64, "nestedkv_safeguard_alpha": 1.0},  # heads compete within one machine only
     "h2o": {"h2o_budget": 64},
-    "tova": {"tova_budget": 64},
-    "keyformer": {"keyformer_budget": 64, "keyformer_recent": 16},
+    "tova": {"tova_budget": 200},  # its set is by all heads, processes see their own: nothing is dropped here
+    "keyformer": {"keyformer_budget": 64, "keyformer_tau": 0.0},  # noise is that of the process's own layers and heads
     "morphkv": {"morphkv_budget": 64},
 }
 MODEL = {

@@ -15,22 +15,22 @@ from veloxquant_mlx import KVCacheConfig, KVCacheFactory
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.store import Store
 from veloxquant_mlx.core.exceptions import KernelUnavailableError, QuantizerConfigError
-from veloxquant_mlx.core.types import Recipe, Stream
+from veloxquant_mlx.core.types import LayerInfo, Recipe, Stream
 from veloxquant_mlx.policies import observed
 from veloxquant_mlx.policies.gumbel import NoisyAttention, noise, stream
 from veloxquant_mlx.policies.observed import LastQuery, RecentCorrelation, SummedAttention
 from veloxquant_mlx.policies.scores import Score, Step
 
-H2O = {"method": "h2o", "h2o_budget": 12, "h2o_n_sink": 0, "h2o_grace": 6, "h2o_decay": 1.0}
-KEYFORMER = {
+H2O: dict[str, Any] = {"method": "h2o", "h2o_budget": 12, "h2o_n_sink": 0, "h2o_grace": 6, "h2o_decay": 1.0}
+KEYFORMER: dict[str, Any] = {
     "method": "keyformer",
     "keyformer_budget": 12,
     "keyformer_n_sink": 0,
     "keyformer_recent": 6,
     "keyformer_tau": 0.0,
 }
-TOVA = {"method": "tova", "tova_budget": 12, "tova_n_sink": 0}
-MORPH = {"method": "morphkv", "morphkv_budget": 16, "morphkv_n_sink": 0}
+TOVA: dict[str, Any] = {"method": "tova", "tova_budget": 12, "tova_n_sink": 0}
+MORPH: dict[str, Any] = {"method": "morphkv", "morphkv_budget": 16, "morphkv_n_sink": 0}
 PAPER_SETS = [[0, 1, 3, 5, 8, 9, *range(42, 48)], [0, 1, 2, 3, 4, 5, *range(42, 48)]]
 SETS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
     "h2o, paper": (H2O, PAPER_SETS),
@@ -51,7 +51,7 @@ SETS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
         [[8, 9, 12, 20, 22, 23, 32, 38, *range(40, 48)], [2, 3, 11, 13, 18, 22, 26, 31, *range(40, 48)]],
     ),
 }
-TRACES = {
+TRACES: dict[str, tuple[dict[str, Any], list[list[int]], list[list[int]]]] = {
     "h2o": (
         H2O,
         [[0, 1, 2, 5, 8, 9, *range(38, 44)], [*range(6), *range(38, 44)]],
@@ -374,8 +374,6 @@ def test_seeds_choose_different_rows() -> None:
 
 
 def test_layers_have_noise_of_their_own() -> None:
-    from veloxquant_mlx.core.types import LayerInfo
-
     sets = []
     for index in (0, 1):
         layer = LayerInfo(head_dim=8, value_dim=8, kv_heads=2, query_heads=4, index=index)
@@ -416,7 +414,12 @@ def test_temperature_matters() -> None:
 
 # --------------------------------------------------------------------------------------------------- caches as a whole
 
-FOUR = {"h2o": H2O, "tova": TOVA, "keyformer": KEYFORMER | {"keyformer_tau": 1.0}, "morphkv": MORPH}
+FOUR: dict[str, dict[str, Any]] = {
+    "h2o": H2O,
+    "tova": TOVA,
+    "keyformer": KEYFORMER | {"keyformer_tau": 1.0},
+    "morphkv": MORPH,
+}
 
 
 @pytest.mark.parametrize("method", FOUR)
@@ -450,7 +453,7 @@ def test_a_snapshot_continues_as_the_original(method: str) -> None:
     fill(cache, [1] * 5, start=30, ends=False)
     twin = CompressedKVCache.from_state(cache.state)
     outs = [fill(c, [1] * 13, start=35, ends=False) for c in (cache, twin)]
-    assert mx.array_equal(*outs) and kept(cache) == kept(twin)
+    assert mx.array_equal(outs[0], outs[1]) and kept(cache) == kept(twin)
 
 
 def test_morphkv_remembers_no_choice() -> None:
@@ -486,7 +489,7 @@ def test_a_second_prompt_is_cut_to_the_budget(method: str) -> None:
     assert all(len(head) == budget and head[-1] == 38 for head in kept(cache)) and cache.offset == 39
 
 
-OPTIONS = {
+OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "h2o_n_sink": (H2O, 4),
     "h2o_grace": (H2O, 1),
     "h2o_decay": (H2O, 0.5),

@@ -1,8 +1,10 @@
 """H2O: keep the tokens with the largest summed attention and the newest ones.
 
 Paper: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", NeurIPS
-2023, arXiv:2306.14048. Paper setting: h2o_n_sink = 0, h2o_grace = half the budget, h2o_decay = 1. ``h2o_rope_base`` is
-kept for compatibility and has no effect: the layer's own rotary module is used.
+2023, arXiv:2306.14048. Paper setting: h2o_n_sink = 0, h2o_grace = half the budget, h2o_decay = 1. As in the authors'
+code, the whole prompt is attended to in full and cut once at its end; later sums are over the rows that are held. Sums
+are averaged over the query heads of a kv head. ``h2o_rope_base`` is kept for compatibility and has no effect: keys keep
+the rotation of their positions.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Paper: Adnan et al., "Keyformer: KV Cache reduction through key tokens selection for Efficient Generative Inference",
 MLSys 2024, arXiv:2403.09054. Paper setting: no sinks, recent = 0.3 budget, tau from 1 to 2 over the new tokens.
+keyformer_tau = 0 means no noise and no temperature, which is H2O with h2o_decay = 1. Noise is drawn for every (layer,
+query head, query position, key position) from keyformer_seed, layers counted in the process that runs them. The
+temperature starts again with every prompt. A prompt of L tokens takes about L * L numbers per query head, which is slow
+where it is long.
 ``keyformer_rope_base`` is kept for compatibility and has no effect.
 """
 

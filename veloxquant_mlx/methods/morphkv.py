@@ -1,7 +1,9 @@
 """MorphKV: keep a window of newest tokens and what its queries attended to; the size never grows.
 
 Paper: Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs", ICML 2025,
-arXiv:2503.00979. Paper setting: no sinks.
+arXiv:2503.00979. Paper setting: no sinks. Where the authors' versions differ, ours is fixed: the window is the newest
+tokens, the current one included; shares are taken over the older tokens alone, summed over the window and then averaged
+over the query heads of a kv head. The prompt is attended to in full and cut once at its end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """TOVA: at each step drop the token that the newest query attends to least.
 
 Paper: Oren, Hassid, Yarden, Adi, Schwartz, "Transformers are Multi-State RNNs", EMNLP 2024, arXiv:2401.06104.
+The mean over all heads of the layer decides, so that all of them keep the same tokens. The prompt is cut once, by its
+last query. Protected sinks (paper: 0) and the newest token's protection are additions. Where a model's heads are split
+over processes, each process takes the mean over its own heads, so that processes may keep different tokens.
 """
 
 from __future__ import annotations

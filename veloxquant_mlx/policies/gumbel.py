@@ -37,7 +37,7 @@ def noise(words: tuple[int, int], at: mx.array, heads: mx.array, positions: mx.a
     queries = mx.array(words, mx.uint32) + at.astype(mx.uint32)[..., None] * mx.array([0, 1], mx.uint32)
     queries = mx.vmap(lambda key: mx.random.split(key)[0])(queries.reshape(-1, 2)).reshape(queries.shape)
     first, second = queries[..., 0] + heads.astype(mx.uint32), queries[..., 1] + positions.astype(mx.uint32)
-    keys = mx.stack(mx.broadcast_arrays(first, second), axis=-1)
+    keys = mx.stack(list(mx.broadcast_arrays(first, second)), axis=-1)
     uniform = mx.vmap(lambda key: mx.random.uniform(shape=(), key=key))(keys.reshape(-1, 2)).reshape(keys.shape[:-1])
     return -mx.log(-mx.log(mx.maximum(uniform, TINY)))
 
