@@ -78,7 +78,15 @@ def test_every_method_serves_a_model_or_says_that_it_is_not_built(name):
     ("config", "message"),
     [
         (KVCacheConfig(method="none"), "unknown method 'none'"),
-        ([KVCacheConfig(method="snapkv"), KVCacheConfig(method="kivi")], "not built yet.*one KVCacheConfig"),
+        ([], "a list of 0"),
+        ([KVCacheConfig(method="snapkv")] * 3, "a list of 3"),
+        ([KVCacheConfig(method="snapkv"), None], "config=None.*KVCacheConfig"),
+        ([KVCacheConfig(method="kivi"), KVCacheConfig(method="kivi")], "'kivi' drops none.*snapkv, kivi"),
+        ([KVCacheConfig(method="snapkv"), KVCacheConfig(method="snapkv")], "'snapkv' drops tokens itself"),
+        (
+            [KVCacheConfig(method="snapkv"), KVCacheConfig(method="kivi", capacity=9)],
+            "capacity=9 of the second configuration",
+        ),
         (None, "config=None.*KVCacheConfig"),
         (KVCacheConfig(method="kivi", bit_width_inlier=[]), "must not be empty"),
         (KVCacheConfig(method="kivi", bit_width_inlier=[2, 0, 2]), "must be an int >= 1.*element 1"),

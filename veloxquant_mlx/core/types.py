@@ -26,8 +26,9 @@ class LayerInfo:
 
     ``index`` counts the entries of the model's cache list, ``rank`` and ``n_layers`` only the layers that the method
     is applied to. ``rope`` is the rotation that the layer gives its keys (``models.rope``), None where it gives none or
-    no model is at hand. ``key_bias`` is the constant part of its keys, where it is large against the rest. ``shared``: another layer reads the same rows later in the same step. ``batches``: its
-    attention can take a mask per sequence; where it cannot, sequences run one by one.
+    no model is at hand. ``key_bias`` is the constant part of its keys, where it is large against the rest. ``shared``:
+    another layer reads the same rows later in the same step. ``batches``: its attention can take a mask per sequence;
+    where it cannot, sequences run one by one.
     """
 
     head_dim: int = 128
@@ -51,9 +52,9 @@ class Stream:
     dtype; the rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist.
     ``codec=None`` keeps everything as it came. With a ``prompt`` codec (which needs ``Recipe.deferred``) all rows of
     the first prompt that are due at its end become one block of that codec, whatever their number. With a ``rotation``
-    (of keys) codecs see rows as they were before it, without ``bias`` where there is one. ``dtype`` casts the rows on arrival, None keeps the model's.
-    ``fit_rows`` fits the codec on fewer rows than it asks for. ``bounded`` says that a policy caps the float rows, so
-    that no room to grow is held.
+    (of keys) codecs see rows as they were before it, and without ``bias`` where there is one. ``dtype`` casts the rows
+    on arrival, None keeps the model's. ``fit_rows`` fits the codec on fewer rows than it asks for. ``bounded`` says
+    that a policy caps the float rows, so that no room to grow is held.
     """
 
     codec: Codec | None = None
