@@ -377,7 +377,7 @@ def test_layers_have_noise_of_their_own() -> None:
     sets = []
     for index in (0, 1):
         layer = LayerInfo(head_dim=8, value_dim=8, kv_heads=2, query_heads=4, index=index)
-        fill(cache := new_cache(layer=layer, **KEYFORMER | {"keyformer_tau": 1.0}), [48])
+        fill(cache := new_cache(layer=layer, **FOUR["keyformer"]), [48])
         sets.append(kept(cache))
     assert sets[0] != sets[1]
 
@@ -403,10 +403,16 @@ def test_temperature_follows_the_decode_steps(chunks: list[int], monkeypatch: py
 
 
 def test_temperature_matters() -> None:
-    fields = {"keyformer_tau": None, "keyformer_tau_end": 0.02, "keyformer_anneal_steps": 2}
+    moving: dict[str, Any] = {"keyformer_tau": None, "keyformer_tau_end": 0.02, "keyformer_anneal_steps": 2}
+    cases: list[dict[str, Any]] = [
+        {},
+        {"keyformer_anneal_steps": 0},
+        {"keyformer_tau": 1.0},
+        {"keyformer_tau_init": 0.02},
+    ]
     sets = []
-    for more in ({}, {"keyformer_anneal_steps": 0}, {"keyformer_tau": 1.0}, {"keyformer_tau_init": 0.02}):
-        fill(cache := new_cache(**KEYFORMER | {"keyformer_recent": 1} | fields | more), [20])
+    for more in cases:
+        fill(cache := new_cache(**KEYFORMER | {"keyformer_recent": 1} | moving | more), [20])
         fill(cache, [1] * 28, start=20, ends=False)
         sets.append(kept(cache))
     assert sets[0] != sets[1] and sets[1] == sets[2] and sets[0] != sets[3]
@@ -541,5 +547,6 @@ def test_tova_reference_scores_decoded_rows(monkeypatch: pytest.MonkeyPatch) -> 
     original = observed.over_queries
     monkeypatch.setattr(observed, "over_queries", lambda *a, **k: calls.append(k["decoded"]) or original(*a, **k))
     for backend in ("auto", "mlx", "reference"):
-        fill(new_cache(**TOVA | {"tova_backend": backend}), [48])
+        fields: dict[str, Any] = TOVA | {"tova_backend": backend}
+        fill(new_cache(**fields), [48])
     assert calls == [False, False, True]
