@@ -22,6 +22,7 @@ from .registry import MethodName, method
 if TYPE_CHECKING:
     from mlx_lm.models.cache import KVCache as ServingCache
 
+    from ..coordinators.base import Coordinator
     from ..core.abstractions import ArtifactStore, KVCache, QuantizationObserver
     from ..models.inspect import Slot
 
@@ -305,8 +306,8 @@ class KVCacheBuilder:
                     "another method."
                 )
 
-        from ..attention import hook  # imports mlx_lm, which takes seconds
-        from ..models.inspect import cache_slots
+        from ..attention import forward, hook  # imports mlx_lm, which takes seconds
+        from ..models.inspect import cache_slots, language_models
         from .layer import CompressedKVCache
 
         slots = cache_slots(model)
@@ -326,6 +327,7 @@ class KVCacheBuilder:
             method(part.method).require_built()
         hook.install(model)
         caches, blind, compressed = [], [], 0
+        coordinators: dict[Coordinator | None, None] = {}
         for slot, *layer_configs in zip(slots, *per_slot, strict=True):
             if slot.layer is None:
                 slot.native.left_alone = slot.reason  # for the receipt
@@ -333,6 +335,7 @@ class KVCacheBuilder:
                 continue
             compressed += 1
             caches.append(CompressedKVCache(layer_configs[0], slot.layer, *layer_configs[1:]))
+            coordinators[caches[-1].coordinator] = None
             if slot.hooked is False and caches[-1].needs_queries:
                 blind.append(slot.index)
         if blind:
@@ -341,6 +344,9 @@ class KVCacheBuilder:
                 f"method={name!r} needs the model's queries, but the attention of cache entries {blind} does "
                 "not go through mlx_lm's shared attention function. Choose a method that needs no queries."
             )
+        for coordinator in filter(None, coordinators):
+            coordinator.attach(model, slots)
+            forward.install(model, *language_models(model))
         if not compressed:
             reasons = ", ".join(sorted({slot.reason for slot in slots}))
             message = f"no layer of this model can be compressed ({reasons}): its own caches are returned"

@@ -63,16 +63,13 @@ class CompressedBatchCache:
                 row.use_arrays()
             self.mode = Mode.ARRAY
         widths, length, plan = self._widths(), keys.shape[2], []
-        for i, row in enumerate(self.rows):
-            skip = min(self._skip[i], length)
-            n = length - skip
+        for i, (row, part) in enumerate(zip(self.rows, self.shares(length), strict=True)):
+            n = part.stop - part.start
             if self._remaining is not None:
-                n = min(n, self._remaining[i])
                 self._remaining[i] -= n
-            self._skip[i] -= skip
-            plan.append(_Share(skip, n, widths[i]))
+            self._skip[i] -= part.start
+            plan.append(_Share(part.start, n, widths[i]))
             if n:
-                part = slice(skip, skip + n)
                 row.append(keys[i : i + 1, :, part], values[i : i + 1, :, part])
         self._plan, self._past, self._length = plan, max(widths), length
         self._shape = (len(self.rows), keys.shape[1], self._past + length)
@@ -214,6 +211,22 @@ class CompressedBatchCache:
         clone._remaining = None if self._remaining is None else list(self._remaining)
         clone._issued = None
         return clone
+
+    # ------------------------------------------------------------------------------------------------- our own names
+
+    def shares(self, length: int) -> list[slice]:
+        """Which tokens of the next call, of ``length`` tokens, are those of each row: the others are padding."""
+        parts = []
+        for i, skip in enumerate(self._skip):
+            start = min(skip, length)
+            n = length - start if self._remaining is None else min(length - start, self._remaining[i])
+            parts.append(slice(start, start + n))
+        return parts
+
+    @property
+    def plan(self) -> list[slice]:
+        """The same of the latest call."""
+        return [slice(share.skip, share.skip + share.n) for share in self._plan]
 
     # -------------------------------------------------------------------------------------------------------- inside
 

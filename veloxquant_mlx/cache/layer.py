@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from .registry import method
 from .store import Store
 
 if TYPE_CHECKING:
+    from ..coordinators.base import Coordinator
     from .base import KVCacheConfig
     from .batch import CompressedBatchCache
 
@@ -108,6 +110,7 @@ class CompressedKVCache(_Base):
         self._issued: tuple[mx.array, mx.array] | None = None
         self._watch = FiniteWatch()
         self._paths: set[str] = set()
+        self.peers: tuple[weakref.ref[CompressedKVCache], ...] = ()  # the layers of the latest forward, this included
 
     # ------------------------------------------------------------------------------------------- protocol of mlx_lm
 
@@ -257,6 +260,7 @@ class CompressedKVCache(_Base):
         clone._store.copy_from(self._store)
         clone._life = copy.copy(self._life)
         clone._issued, clone._paths, clone._watch = None, set(self._paths), copy.copy(self._watch)
+        clone.peers = ()
         return clone
 
     # ------------------------------------------------------------------------------------------------- our own names
@@ -287,14 +291,33 @@ class CompressedKVCache(_Base):
 
     def end_prefill(self) -> None:
         """Tell a policy that the prompt is complete. Only needed where the whole prompt came in one call."""
-        if not self.empty():
-            self._life.end_prefill(self._store, self.offset)
+        if self.empty():
+            return
+        peers = [cache for ref in self.peers if (cache := ref()) is not None]
+        if self.coordinator is not None and peers:
+            self.coordinator.ends(peers)
+        self._life.end_prefill(self._store, self.offset)
 
     @property
     def positions(self) -> mx.array:
         """Positions ``(B | 1, H | 1, n)`` int32 of the rows held, oldest first; -1 pads heads that keep fewer rows."""
         self._store.compact()
         return self._store.positions_or_range()
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """Who decides across the layers of a model, where the method asks for that."""
+        return None if self._recipe.eviction is None else self._recipe.eviction.coordinator
+
+    @property
+    def store(self) -> Store:
+        """The rows held; for coordinators."""
+        return self._store
+
+    @property
+    def life(self) -> Lifecycle:
+        """When rows are dropped; for coordinators."""
+        return self._life
 
     @property
     def needs_queries(self) -> bool:
@@ -421,6 +444,11 @@ class CompressedKVCache(_Base):
             shape = (k.batch, k.heads, self.offset)
             return KVHandle(self, "k", (*shape, k.dim), k.dtype), KVHandle(self, "v", (*shape, v.dim), v.dtype)
         keys, values = mx.depends(list(arrays or self.materialize()), list(self.arrays().values()))
+        if self._store.holes:
+            raise CacheStateError(
+                "the sequences in this cache keep different numbers of rows, which this model's own attention code "
+                "cannot be told. Run them one by one."
+            )
         issued = keys, values
         if self._mode is Mode.LEARN:
             self._issued = issued

@@ -102,7 +102,7 @@ def _ranked(slots: list[Slot]) -> list[Slot]:
 
 
 def _layers(model: Any) -> list[Any]:
-    for owner in (model, getattr(model, "model", None), *_language_models(model)):
+    for owner in (model, getattr(model, "model", None), *language_models(model)):
         layers = getattr(owner, "layers", None)
         if layers is not None and not callable(layers):
             return list(layers)
@@ -112,7 +112,7 @@ def _layers(model: Any) -> list[Any]:
     )
 
 
-def _language_models(model: Any) -> list[Any]:
+def language_models(model: Any) -> list[Any]:
     """The language models inside a wrapper, innermost first."""
     inner = getattr(getattr(model, "model", None), "language_model", None)
     return [m for m in (inner, getattr(model, "language_model", None)) if m is not None]
@@ -120,7 +120,7 @@ def _language_models(model: Any) -> list[Any]:
 
 def _args(model: Any) -> Any:
     """The arguments that describe attention: the model's own, for wrappers without a width the language model's."""
-    owners = [model, *_language_models(model)]
+    owners = [model, *language_models(model)]
     found = [a for m in owners for a in (getattr(m, "args", None), getattr(m, "config", None)) if a is not None]
     return next((a for a in found if _first(a, *_WIDTH)), found[0] if found else None)
 
@@ -132,7 +132,7 @@ def _template(model: Any, layers: list[Any]) -> list[Any]:
             f"model: make_cache of a part of {type(model).__name__} calls for_model again; set make_cache on the "
             "outermost model only"
         )
-    makers = ((m, c) for m in (*_language_models(model), model) for c in type(m).__mro__ if "make_cache" in vars(c))
+    makers = ((m, c) for m in (*language_models(model), model) for c in type(m).__mro__ if "make_cache" in vars(c))
     owner, cls = next(makers, (None, None))
     if owner is not None:
         _making.active = True

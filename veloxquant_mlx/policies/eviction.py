@@ -15,8 +15,9 @@ from .scores import Score, Step
 if TYPE_CHECKING:
     from ..attention.entry import KeyView
     from ..cache.store import Store
+    from ..coordinators.base import Coordinator
 
-# A budget in rows per kv head, from the rows held when the prompt ends.
+# A budget in rows per kv head, from the tokens seen when the prompt ends.
 Budget = Callable[[int], int]
 
 
@@ -54,14 +55,15 @@ class Eviction:
     Rows are dropped at the end of the prompt; with ``per_step`` also one after every later token, with ``bounded``
     after every call. Without a ``score`` the kept rows are sinks and recents alone (``sinks + recent == budget``).
     ``select`` replaces the choice of the top scores at the end of a prompt (``ragged``: heads then keep different
-    numbers of rows), ``merge`` acts on a row that decoding drops, ``retrieval`` reads some of the rows only.
+    numbers of rows), ``merge`` acts on a row that decoding drops, ``retrieval`` reads some of the rows only, and
+    ``coordinator`` decides across layers. ``recent`` may depend on the budget, which may depend on the prompt.
     With a ``rotation`` the sink rows' keys are moved along by as many positions as rows were dropped: streaming methods
     count positions inside the cache.
     """
 
     budget: int | Budget
     sinks: int = 0
-    recent: int = 1
+    recent: int | Callable[[int], int] = 1
     score: Score | None = None
     bounded: bool = False
     per_step: bool = False
@@ -69,6 +71,7 @@ class Eviction:
     merge: Merge | None = None
     retrieval: Retrieval | None = None
     ragged: bool = False
+    coordinator: Coordinator | None = None
     rotation: Rotation | None = None
 
     @property
@@ -81,9 +84,9 @@ class Eviction:
         """Whether anything is to be seen after an attention."""
         return self.score is not None
 
-    def rows(self, n: int) -> int:
-        """The budget where ``n`` rows are held at the end of a prompt."""
-        return self.budget if isinstance(self.budget, int) else self.budget(n)
+    def rows(self, offset: int) -> int:
+        """The budget where ``offset`` tokens were seen at the end of a prompt."""
+        return self.budget if isinstance(self.budget, int) else self.budget(offset)
 
     def observe(self, store: Store, step: Step) -> None:
         """See the queries of one call."""
@@ -98,7 +101,7 @@ class Eviction:
         ``offset`` counts the tokens seen, ``prompt`` says that they came as a prompt, ``sinks`` are learned sink
         logits, ``budget`` overrides the policy's own.
         """
-        budget = self.rows(store.live) if budget is None else budget
+        budget = self.rows(offset) if budget is None else budget
         excess = store.live - budget
         if excess <= 0:
             return 0
@@ -110,12 +113,13 @@ class Eviction:
                 store.cut(self.sinks, self.sinks + excess)
             return excess
         positions = store.positions_or_range()
+        recent = self.recent if isinstance(self.recent, int) else self.recent(budget)
         score = self.score.score(store, scale, sinks)
         if excess == 1 and self.per_step and not prompt:
-            guarded = select.protect(score, positions, self.sinks, self.recent, offset, hole=mx.inf)
+            guarded = select.protect(score, positions, self.sinks, recent, offset, hole=mx.inf)
             self._drop_one(store, select.lowest(guarded, positions), offset, budget)
             return 1
-        score = select.protect(score, positions, self.sinks, self.recent, offset, hole=-mx.inf)
+        score = select.protect(score, positions, self.sinks, recent, offset, hole=-mx.inf)
         if self.select is None:
             store.keep(*select.top(score, positions, budget))
         else:

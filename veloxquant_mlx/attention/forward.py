@@ -1,0 +1,138 @@
+"""The seam before a model's layers run: coordinators see the caches of all layers (``coordinators.base``).
+
+``install`` wraps ``__call__`` of the class of a model, once. The wrapper acts on what the cache list of a call holds
+and on nothing else: without a compressed cache whose method asks for a coordinator the call goes through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from ..cache.layer import CompressedKVCache
+
+_EMBEDDINGS = ("input_embeddings", "inputs_embeds", "input_embeds")
+
+_lock = threading.RLock()
+# Per class its own ``__call__`` (None: inherited) and what replaced it.
+_originals: weakref.WeakKeyDictionary[type, tuple[Callable | None, Callable]] = weakref.WeakKeyDictionary()
+_running = threading.local()
+
+
+class Parameter(NamedTuple):
+    """A parameter of a method: its ``names``, and its place after ``self`` (None: only by name)."""
+
+    names: tuple[str, ...]
+    place: int | None
+
+    @classmethod
+    def of(cls, function: Callable, *names: str) -> Parameter:
+        """The parameter of ``function`` that has one of ``names``."""
+        order = list(inspect.signature(function).parameters)[1:]
+        return cls(names, next((i for i, name in enumerate(order) if name in names), None))
+
+    def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Its value in one call, None where it was not given."""
+        if self.place is not None and self.place < len(args):
+            return args[self.place]
+        return next((kwargs[name] for name in self.names if name in kwargs), None)
+
+
+class Share(NamedTuple):
+    """One sequence of a call: its ``row`` in the batch, its tokens and its caches in the order of the layers."""
+
+    row: slice
+    tokens: slice
+    caches: list[CompressedKVCache]
+
+
+def shares(entries: list[Any], length: int) -> Iterator[Share]:
+    """The sequences among cache ``entries`` with tokens in a call of ``length`` tokens, before the caches see it."""
+    from ..cache.batch import CompressedBatchCache
+    from ..cache.layer import CompressedKVCache
+
+    single = [c for c in entries if isinstance(c, CompressedKVCache)]
+    if single:
+        yield Share(slice(None), slice(None), single)
+    batches = [c for c in entries if isinstance(c, CompressedBatchCache)]
+    for i, tokens in enumerate(batches[0].shares(length) if batches else []):
+        if tokens.start < tokens.stop:
+            yield Share(slice(i, i + 1), tokens, [batch.rows[i] for batch in batches])
+
+
+def coordinate(model: Any, inputs: mx.array, entries: list[Any]) -> None:
+    """Let the coordinators of the caches among ``entries`` act before ``model`` runs on ``inputs`` ``(B, S, ...)``."""
+    for row, tokens, caches in shares(entries, inputs.shape[1]):
+        for coordinator in dict.fromkeys(c.coordinator for c in caches):
+            if coordinator is None:
+                continue
+            mine = [c for c in caches if c.coordinator == coordinator]
+            peers = tuple(weakref.ref(c) for c in mine)
+            for cache in mine:
+                cache.peers = peers
+            coordinator.before(model, inputs[row, tokens], mine)
+
+
+def wrap(cls: type, wrapper: Callable[[Callable], Callable]) -> None:
+    """Replace ``cls.__call__`` by ``wrapper`` of it, unless that was done before."""
+    with _lock:
+        known = _originals.get(cls)
+        if known is not None and cls.__dict__.get("__call__") is known[1]:
+            return
+        original = cls.__call__
+        replaced = functools.wraps(original)(wrapper(original))
+        _originals[cls] = cls.__dict__.get("__call__"), replaced
+        cls.__call__ = replaced  # type: ignore[method-assign]
+
+
+def _coordinated(original: Callable) -> Callable:
+    cache, embeddings = Parameter.of(original, "cache"), Parameter.of(original, *_EMBEDDINGS)
+    first = Parameter(tuple(list(inspect.signature(original).parameters)[1:2]), 0)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        entries = cache.value(args, kwargs)
+        # A model inside this one sees the same caches: one forward is coordinated once.
+        if not isinstance(entries, (list, tuple)) or getattr(_running, "now", False) or not any(map(_asks, entries)):
+            return original(self, *args, **kwargs)
+        inputs = embeddings.value(args, kwargs)
+        _running.now = True
+        try:
+            coordinate(self, first.value(args, kwargs) if inputs is None else inputs, list(entries))
+            return original(self, *args, **kwargs)
+        finally:
+            _running.now = False
+
+    return __call__
+
+
+def _asks(entry: Any) -> bool:
+    return any(getattr(c, "coordinator", None) is not None for c in getattr(entry, "rows", (entry,)))
+
+
+def install(*models: Any) -> None:
+    """Let coordinators see every forward of ``models`` (of their classes); a second time changes nothing."""
+    for model in models:
+        wrap(type(model), _coordinated)
+
+
+def uninstall() -> int:
+    """Give every class that still has one of our wrappers its own ``__call__`` back; returns how many that were."""
+    with _lock:
+        restored = 0
+        for cls, (original, replaced) in list(_originals.items()):
+            if cls.__dict__.get("__call__") is not replaced:
+                continue
+            if original is None:
+                del cls.__call__
+            else:
+                cls.__call__ = original  # type: ignore[method-assign]
+            restored += 1
+        _originals.clear()
+        return restored

@@ -1,0 +1,1 @@
+"""Coordinators: decisions that need the caches of all layers, taken before a forward pass."""
