@@ -352,7 +352,7 @@ class StreamStore:
             self.tail.replace(rest[0])
         if n < self.sinks.n:
             self.sinks.truncate(n)
-        if self.packed is not None and n < self.spec.sinks + self.spec.first_rows:
+        if self.packed is not None and not self.packed.n and n < self.spec.sinks + self.spec.first_rows:
             self.packed.fit({})
 
     def put(self, x: mx.array, slot: mx.array) -> None:
