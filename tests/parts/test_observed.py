@@ -12,6 +12,7 @@ from tests import fixture
 from tests.fixture import SCALE, fill, kept, new_cache
 from tests.matrix import Tensors, feed, split, tensors
 from veloxquant_mlx import KVCacheConfig, KVCacheFactory
+from veloxquant_mlx.attention import reference
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.core.exceptions import KernelUnavailableError, QuantizerConfigError
 from veloxquant_mlx.policies import observed
@@ -215,6 +216,30 @@ def test_every_sequence_of_a_batch_keeps_its_own_rows(method: str) -> None:
         feed(alone, Tensors(*(x[i : i + 1] for x in (both.q, both.k, both.v))), [40, *[1] * 20], scale=SCALE)
         mine, its = (np.sort(np.array(c.positions)[j]) for c, j in ((cache, i), (alone, 0)))
         assert np.array_equal(mine, its)
+
+
+@pytest.mark.parametrize("method", FOUR)
+def test_dropped_rows_are_the_only_difference(method: str) -> None:
+    """Decode steps in reused slots and a second prompt attend as full attention does where dropped rows are masked.
+
+    Rows that stay are the original ones, bit for bit. float32 sums of at most 48 rows in another order.
+    """
+    data, at = tensors(48, (2, 2, 8, 8)), 0
+    cache = new_cache(**FOUR[method])
+    for n in (30, 1, 1, 1, 1, 1, 1, 6, 1, 1):
+        visible, stop = np.zeros((2, 4, n, 48), bool), at + n
+        for b, heads in enumerate(np.array(mx.broadcast_to(cache.positions, (2, 2, cache.positions.shape[2])))):
+            for head, positions in enumerate(heads):
+                visible[b, 2 * head : 2 * head + 2, :, positions[positions >= 0]] = True
+        visible[..., at:stop] = np.tril(np.ones((n, n), bool))
+        out = feed(cache, data.part(at, stop), [n], scale=SCALE)
+        q, at = data.q[:, :, at:stop], stop
+        want = reference.attention(q, data.k[:, :, :stop], data.v[:, :, :stop], SCALE, mx.array(visible[..., :stop]))
+        assert mx.allclose(out, want, rtol=1e-4, atol=1e-5)
+    index = mx.broadcast_to(cache.positions, (2, 2, cache.positions.shape[2]))[..., None]
+    for rows, original in zip(cache.materialize(), (data.k, data.v), strict=True):
+        taken = mx.take_along_axis(original, mx.broadcast_to(mx.maximum(index, 0), rows.shape), axis=2)
+        assert mx.array_equal(mx.where(index < 0, 0, rows), mx.where(index < 0, 0, taken))
 
 
 @pytest.mark.parametrize("method", FOUR)
