@@ -18,6 +18,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..artifacts import CalibrationArtifact
 from ..cache.base import KVCacheConfig
 from ..cache.registry import METHODS, method
 from ..config import HardwareInfo, WorkloadSpec, detect_hardware_info, select_kv_cache_config
@@ -130,7 +131,7 @@ def _text(prompt: str) -> str:
 
 def _config(name: str, bits: int | None, options: list[str]) -> KVCacheConfig:
     method(name).require_built()  # before a model is loaded
-    known = {f.name for f in dataclasses.fields(KVCacheConfig)} - {"method", "options", "store", "observers"}
+    known = {f.name for f in dataclasses.fields(KVCacheConfig)} - {"method", "options", "observers"}
     fields: dict[str, Any] = {} if bits is None else {"bit_width_inlier": bits}
     for text in options:
         key, equals, value = text.partition("=")
@@ -141,7 +142,7 @@ def _config(name: str, bits: int | None, options: list[str]) -> KVCacheConfig:
                 f"--option {text!r} cannot be used: it must be name=value with a field of KVCacheConfig. "
                 f"The options of {name!r} are: {usual}."
             )
-        fields[key] = _literal(value)
+        fields[key] = CalibrationArtifact.load(value) if key == "store" else _literal(value)
     return KVCacheConfig(method=name, **fields)  # type: ignore[arg-type]
 
 
@@ -223,6 +224,43 @@ def serve(
         prompt_cache_bytes=prompt_cache_bytes,
     )
     run_server(options, config, log_level.value)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    text: Annotated[str, typer.Option(help="Text file (UTF-8) to measure on, or built-in.")] = "built-in",
+    method_name: MethodName = "kivi",
+    allocate_bits: Annotated[
+        float | None, typer.Option(help="Average of bit_width_inlier: print a list with bits for every layer.")
+    ] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="File to write what the method needs to (safetensors).")
+    ] = None,
+    choices: Annotated[str | None, typer.Option(help="Bits to choose from, such as 2,3,4.")] = None,
+    option: Options = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens to measure on.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Measure the gain too, on the text that follows.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the allocation as JSON.")] = False,
+) -> None:
+    """Measure on a model and a text what makes compression better: bits per layer, or a method's artifact.
+
+    Example: veloxquant calibrate --model ./my-model --allocate-bits 3 --method kivi --check
+
+    Example: veloxquant calibrate --model ./my-model --method qfilters --text book.txt --out filters.safetensors
+    """
+    from .calibrate import allocate, make_artifact, parse_choices, refuse_task
+
+    refuse_task(allocate_bits, out_file)
+    if allocate_bits is not None:
+        config = _config(method_name, None, option or [])
+        widths = parse_choices(choices, method_name, allocate_bits)
+        allocate(model, config, allocate_bits, widths, text, tokens, check, as_json, out, err)
+    elif out_file is not None:
+        unused = {"--choices": choices, "--option": option, "--check": check, "--json": as_json}
+        if given := [name for name, value in unused.items() if value]:
+            raise QuantizerConfigError(f"{', '.join(given)} cannot be used with --out. Leave it out.")
+        make_artifact(model, method_name, text, out_file, tokens, out, err)
 
 
 @app.command()
