@@ -8,8 +8,10 @@ import pytest
 
 from tests import fixture
 from tests.matrix import feed, split, tensors
+from veloxquant_mlx import KVCacheConfig
+from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.methods import curdkv
-from veloxquant_mlx.policies import leverage, select
+from veloxquant_mlx.policies import heads, leverage, norms, select
 from veloxquant_mlx.policies.leverage import Leverage
 
 
@@ -120,6 +122,20 @@ def test_sketch_keeps_norms_in_the_mean_and_depends_on_the_seed_only() -> None:
     assert abs(means.item() - 1) < 0.1
     assert mx.array_equal(tables[7], leverage.sketch(64, 20, 7)) and not mx.array_equal(tables[7], tables[8])
     assert leverage.sketch(8, 100, 0).shape == (8, 8)
+
+
+@pytest.mark.parametrize("method", ["curdkv", "nestedkv", "qfilters"])
+def test_scratch_is_bounded_without_a_change(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head at a time (qfilters: a few rows at a time) gives the scores of all together."""
+    fields = {f"{method}_budget": 60} | ({"qfilters_on_low_retention": "ignore"} if method == "qfilters" else {})
+    sets = []
+    for scratch in (heads.SCRATCH, 1):
+        monkeypatch.setattr(heads, "SCRATCH", scratch)
+        monkeypatch.setattr(norms, "SCRATCH", max(scratch, 4 * 7 * 4 * 64))  # seven rows of four heads
+        cache = CompressedKVCache(KVCacheConfig(method=method, head_dim=64, **fields))  # type: ignore[arg-type]
+        feed(cache, tensors(200, (1, 4, 64, 64)), [199, 1])
+        sets.append(fixture.kept(cache))
+    assert sets[0] == sets[1]
 
 
 @pytest.mark.parametrize("how", ["norm", "sketch", "svd"])

@@ -15,6 +15,7 @@ from tests.parts.test_knorm import best
 from veloxquant_mlx import CacheStateError, KVCacheConfig, QuantizerConfigError
 from veloxquant_mlx.artifacts.calibration import CalibrationArtifact
 from veloxquant_mlx.cache.layer import CompressedKVCache
+from veloxquant_mlx.calibrate.qfilters import query_filters
 from veloxquant_mlx.core.types import LayerInfo
 from veloxquant_mlx.policies import projection
 
@@ -43,6 +44,12 @@ def test_golden_filters() -> None:
     fitted = projection.fit(fixture.DATA.q, 2)
     # float32 eigenvectors of Gram matrices whose eigenvalues lie some per cent apart; six digits are given
     assert fitted.shape == (1, 2, 8) and np.allclose(np.array(fitted[0]), FILTERS, atol=2e-5)
+
+
+def test_the_offline_fit_is_the_same() -> None:
+    q = tensors(500, (1, 2, 16, 16), repeats=3).q + mx.random.normal((6, 1, 16), key=mx.random.key(4))
+    offline, share = query_filters(np.array(q[0]), 2)
+    assert np.allclose(np.array(projection.fit(q, 2)[0]), offline, atol=1e-4) and (share > 0.5).all()
 
 
 def test_filters_point_to_where_more_than_half_of_the_queries_lie() -> None:

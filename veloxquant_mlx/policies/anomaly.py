@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from .heads import apart
 from .scores import Score
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ class Anomaly(Score):
         """Nothing: everything is known once the prompt is complete."""
 
     def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
-        keys = store.keys.dense(dtype=mx.float32)
+        keys = store.keys.dense()
         real = mx.broadcast_to(store.positions_or_range() >= 0, keys.shape[:3])
-        return self.of(keys, real)
+        return apart(lambda x, rows: self.of(x.astype(mx.float32), rows[..., 0]), keys, real[..., None])
 
     def of(self, keys: mx.array, real: mx.array) -> mx.array:
         """Scores ``(B, H, n)`` in [0, 1] of ``keys`` ``(B, H, n, D)`` float32; only ``real`` rows take part."""

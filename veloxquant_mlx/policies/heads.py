@@ -1,7 +1,8 @@
-"""Selection where the kv heads of a layer compete for one budget (Feng et al., "Ada-KV", arXiv:2407.11550)."""
+"""Kv heads apart: scores a few heads at a time, and heads of a layer that compete for one budget."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,31 @@ if TYPE_CHECKING:
     from ..cache.store import Store
 
 
+# Bytes that a float32 copy of the rows at hand may take.
+SCRATCH = 64 << 20
+
+
+def apart(score: Callable[..., mx.array], *rows: mx.array) -> mx.array:
+    """``score(*rows)`` ``(B, H, n)`` of ``rows`` ``(B, H, n, D)``, for as many heads at a time as ``SCRATCH`` allows.
+
+    One tile after another: side by side they would be the scratch that tiles avoid.
+    """
+    b, h, n, d = rows[0].shape
+    step = max(1, SCRATCH // (4 * b * n * d))
+    if step >= h:
+        return score(*rows)
+    parts: list[mx.array] = []
+    for head in range(0, h, step):
+        some = mx.depends([x[:, head : head + step] for x in rows], parts[-1:])
+        parts.append(score(*some))
+    return mx.concatenate(parts, axis=1)
+
+
 @dataclass(frozen=True)
 class Compete:
     """Keeps the best ``H * budget`` rows of a layer, each head's own best ``safe`` among them.
 
+    Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation", arXiv:2407.11550.
     Heads are left with different numbers of rows: the longest sets the width, and the call waits for the device to
     learn it. Only for the end of a prompt.
     """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import mlx.core as mx
 import numpy as np
 
+from .heads import apart
 from .scores import Score
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ class Leverage(Score):
         """Nothing: everything is known once the prompt is complete."""
 
     def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
-        real = (store.positions_or_range() >= 0)[..., None]
-        parts = [mx.where(real, x.dense(dtype=mx.float32), 0.0) for x in (store.keys, store.values)]
+        keys, values = store.keys.dense(), store.values.dense()
+        real = mx.broadcast_to(store.positions_or_range() >= 0, keys.shape[:3])[..., None]
+        return apart(self._product, keys, values, real)
+
+    def _product(self, keys: mx.array, values: mx.array, real: mx.array) -> mx.array:
+        keys, values = (mx.where(real, x.astype(mx.float32), 0.0) for x in (keys, values))
         # The product's sum over a head, by which the paper divides, changes no ranking.
-        return self.of(parts[0]) * self.of(parts[1])
+        return self.of(keys) * self.of(values)
 
     def of(self, x: mx.array) -> mx.array:
         """Leverage ``(B, H, n)`` of the rows of ``x`` ``(B, H, n, D)`` float32."""

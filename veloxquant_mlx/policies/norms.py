@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..cache.stream import take_rows
+from .heads import SCRATCH
 from .scores import Score
 
 if TYPE_CHECKING:
@@ -42,7 +43,17 @@ class KeyScore(Score):
     def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
         known = store.row_aux.get(ROWS)
         # Where attention never comes back to the cache nothing is observed: the rows held are scored as they are.
-        return self.of(store, store.keys.dense(dtype=mx.float32)) if known is None else known
+        return self.anew(store) if known is None else known
+
+    def anew(self, store: Store) -> mx.array:
+        """Scores of all rows held, some at a time: together their float32 copies would be a second cache."""
+        keys, n = store.keys, store.n
+        step = max(1, SCRATCH // (4 * keys.batch * keys.heads * keys.dim))
+        parts: list[mx.array] = []
+        for start in range(0, n, step):
+            some = mx.depends([keys.dense(start, min(start + step, n))], parts[-1:])[0]
+            parts.append(self.of(store, some.astype(mx.float32)))
+        return mx.concatenate(parts, axis=-1)
 
     def forget(self, store: Store) -> None:
         """Nothing: what stays is scored again."""

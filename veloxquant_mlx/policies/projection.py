@@ -59,7 +59,7 @@ class FittedProjection(KeyScore):
     def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
         if FILTERS not in store.aux:
             store.aux[FILTERS] = fit(store.aux.pop(QUERIES), store.keys.heads)
-            store.row_aux[ROWS] = self.of(store, store.keys.dense(dtype=mx.float32))
+            store.row_aux[ROWS] = self.anew(store)
         return super().score(store, scale, sinks)
 
 
