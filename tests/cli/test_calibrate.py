@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,8 @@ from veloxquant_mlx.artifacts import CalibrationArtifact
 from veloxquant_mlx.cli import app, calibrate
 
 RUNNER = CliRunner()
-TEXT = "".join(chr(32 + t % 90) for t in tiny.tokens(400)[0].tolist())
+TOKENS: Any = tiny.tokens(400)[0].tolist()
+TEXT = "".join(chr(32 + t % 90) for t in TOKENS)
 
 
 def run(*words):

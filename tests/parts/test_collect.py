@@ -1,6 +1,7 @@
 """What calibration sees of a model: real queries, keys and values, the same tokens in all layers; filters of them."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from veloxquant_mlx.artifacts import CalibrationArtifact
 from veloxquant_mlx.calibrate import collect, fit_artifact, query_filters, sequences_of
 from veloxquant_mlx.models.inspect import cache_slots
 
-TEXT = tiny.tokens(600)[0].tolist()
+TEXT: Any = tiny.tokens(600)[0].tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "gemma4_text"])

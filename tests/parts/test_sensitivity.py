@@ -1,5 +1,7 @@
 """Sensitivity of layers: measured as it says, predictions that come true, and lists that for_model takes."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from veloxquant_mlx import CacheInputError, KVCacheBuilder, KVCacheConfig, Quant
 from veloxquant_mlx.calibrate import Sensitivity, divergences, layer_sensitivity
 from veloxquant_mlx.calibrate.sensitivity import _kl
 
-TOKENS = tiny.tokens(160)[0].tolist()
+TOKENS: Any = tiny.tokens(160)[0].tolist()
 KIVI = KVCacheConfig(method="kivi", residual_length=32)
 
 
@@ -75,7 +77,7 @@ def test_allocation_takes_from_the_quiet_and_gives_to_the_loud():
 def test_lists_fit_models_with_other_kinds_of_layers(name, method):
     """Two layers of four are compressed, each with its element of the list."""
     model = tiny.build(name)
-    extra = {"residual_length": 32} if method == "kivi" else {}
+    extra: dict[str, Any] = {"residual_length": 32} if method == "kivi" else {}
     found = layer_sensitivity(model, TOKENS[:96], KVCacheConfig(method=method, **extra), choices=(2, 3, 4))
     bits = found.allocate(3)
     config = KVCacheConfig(method=method, bit_width_inlier=found.inlier(bits), **extra)

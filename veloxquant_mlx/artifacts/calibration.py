@@ -144,6 +144,10 @@ class CalibrationArtifact(InMemoryArtifactStore):
                 )
 
 
+def _matches(size: int | None, found: int) -> bool:
+    return size is None or size == found
+
+
 def calibrated(config: FlatConfig, layer: LayerInfo, **shapes: tuple[int | None, ...]) -> dict[str, mx.array] | None:
     """The arrays named in ``shapes`` that ``config.store`` holds for ``layer``; None where it is no artifact.
 
@@ -161,8 +165,7 @@ def calibrated(config: FlatConfig, layer: LayerInfo, **shapes: tuple[int | None,
     held = store.layer(layer.index)
     for name, shape in shapes.items():
         found = held[name].shape if name in held else None
-        fits = found is not None and len(found) == len(shape)
-        if not fits or any(size not in (None, got) for size, got in zip(shape, found, strict=True)):
+        if found is None or len(found) != len(shape) or not all(map(_matches, shape, found)):
             raise QuantizerConfigError(
                 f"store={store!r} cannot be used for entry {layer.index} of the cache list: "
                 f"{name!r} has shape {found}, it must be {shape}. Calibrate on the model that it is used with."

@@ -52,8 +52,9 @@ class Watched(_Base):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._new = keys, values
-        self._issued = super().update_and_fetch(keys, values)
-        return self._issued
+        issued: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+        self._issued = issued
+        return issued
 
     def attend(
         self, queries: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None

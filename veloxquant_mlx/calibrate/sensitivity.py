@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..cache.base import KVCacheBuilder, KVCacheConfig
 from ..cache.layer import CompressedKVCache
@@ -161,7 +162,7 @@ class _Rivals:
     @property
     def errors(self) -> dict[int, float]:
         """Mean squared error of the attention output at each width."""
-        return {bits: total.item() / self.count for bits, total in self.sums.items()}
+        return {bits: _float(total) / self.count for bits, total in self.sums.items()}
 
 
 class _Passes:
@@ -180,10 +181,8 @@ class _Passes:
 
     def divergence(self, caches: list[Any]) -> float:
         """Mean KL in nats of a pass with ``caches``."""
-        parts = []
-        for p, q in zip(self.truth, self._read(caches, caches), strict=True):
-            parts.append(mx.sum(_kl(p, q)).item())
-        return sum(parts) / (self.ids.shape[1] - self.half)
+        rows = zip(self.truth, self._read(caches, caches), strict=True)
+        return sum(_float(mx.sum(_kl(p, q))) for p, q in rows) / (self.ids.shape[1] - self.half)
 
     def _read(self, caches: list[Any], ending: Sequence[Any]) -> Iterator[mx.array]:
         """Log-probabilities ``(n, V)`` of the second half, chunk by chunk."""
@@ -205,6 +204,10 @@ class _Passes:
                 for cache in ending:  # a prompt ends here, which methods that wait for its end cannot know
                     if isinstance(cache, CompressedKVCache | _Rivals):
                         cache.end_prefill()
+
+
+def _float(x: mx.array) -> float:
+    return float(np.array(x))
 
 
 def _kl(p: mx.array, q: mx.array) -> mx.array:
