@@ -7,13 +7,13 @@ import weakref
 from typing import Any
 
 from ..core.exceptions import CacheStateError
-from .base import KVCacheBuilder, KVCacheConfig
+from .base import KVCacheBuilder, ModelConfig
 
 
 class Attachment:
     """What ``attach`` returns: ``detach()`` undoes it, and so does leaving it as a context manager."""
 
-    def __init__(self, model: Any, config: KVCacheConfig, serve_standalone: bool = False):
+    def __init__(self, model: Any, config: ModelConfig, serve_standalone: bool = False):
         if isinstance(vars(model).get("make_cache"), _MakeCache):
             raise CacheStateError("this model is attached already; detach the first attachment before the next")
         # A copy: what the caller changes in the configuration later was never checked.
@@ -41,17 +41,17 @@ class Attachment:
 class _MakeCache:
     """``make_cache`` of an attached model: fresh caches at every call, and no second life for the model."""
 
-    def __init__(self, model: weakref.ref[Any], config: KVCacheConfig, serve_standalone: bool):
+    def __init__(self, model: weakref.ref[Any], config: ModelConfig, serve_standalone: bool):
         self.model, self.config, self.serve_standalone = model, config, serve_standalone
 
     def __call__(self) -> list[Any]:
         return KVCacheBuilder.for_model(self.model(), self.config, serve_standalone=self.serve_standalone)
 
 
-def attach(model: Any, config: KVCacheConfig, serve_standalone: bool = False) -> Attachment:
+def attach(model: Any, config: ModelConfig, serve_standalone: bool = False) -> Attachment:
     """Let ``model`` make compressed caches by itself: in mlx_lm's server, batches and every ``make_prompt_cache``.
 
-    Each request gets caches of its own. Raises what ``KVCacheBuilder.for_model`` raises, at once.
+    Each request gets caches of its own. Takes and raises what ``KVCacheBuilder.for_model`` does, at once.
 
     >>> with attach(model, KVCacheConfig(method="kivi")):  # doctest: +SKIP
     ...     texts = batch_generate(model, tokenizer, prompts)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ..models.inspect import Slot
 
 __all__ = ["STANDALONE_METHODS", "KVCacheBuilder", "KVCacheConfig", "KVCacheFactory", "MethodName"]
+
+# What for_model takes: one configuration, or one that drops tokens and one that packs those that stay.
+ModelConfig = Union["KVCacheConfig", Sequence["KVCacheConfig"]]
 
 # Methods whose documented product is the library's own KVCache, fed token by token.
 STANDALONE_METHODS = frozenset({"turboquant_prod", "turboquant_mse", "polar", "qjl", "spectral"})
@@ -95,8 +98,8 @@ def _check_type(config: Any) -> None:
         )
 
 
-def _parts(config: Any) -> list[KVCacheConfig]:
-    """The one or two configurations that ``for_model`` was given."""
+def parts_of(config: ModelConfig) -> list[KVCacheConfig]:
+    """The one or two configurations in ``config``; ``QuantizerConfigError`` for anything else."""
     parts = list(config) if isinstance(config, (list, tuple)) else [config]
     if len(parts) not in (1, 2):
         raise QuantizerConfigError(
@@ -108,6 +111,11 @@ def _parts(config: Any) -> list[KVCacheConfig]:
     if len(parts) == 2:
         check_pair(*parts)
     return parts
+
+
+def name_of(config: ModelConfig) -> str:
+    """The method's name, or both as in ``snapkv+kivi``."""
+    return "+".join(part.method for part in parts_of(config))
 
 
 def _check_bit_list(bits: Sequence) -> None:
@@ -285,7 +293,7 @@ class KVCacheBuilder:
             refuse("n_calib_tokens", ">= 1")
 
     @staticmethod
-    def for_model(model: Any, config: KVCacheConfig | Sequence[KVCacheConfig], serve_standalone: bool = False) -> list:
+    def for_model(model: Any, config: ModelConfig, serve_standalone: bool = False) -> list:
         """One cache per entry of the model's own cache list, sized by layer; works for text and vision models.
 
         Full-attention layers get a compressed cache, the others keep what the model would use there. A list in
@@ -297,7 +305,7 @@ class KVCacheBuilder:
         >>> both = [KVCacheConfig(method="snapkv"), KVCacheConfig(method="kivi")]
         >>> caches = KVCacheBuilder.for_model(model, both)  # doctest: +SKIP
         """
-        parts = _parts(config)
+        parts = parts_of(config)
         for part in parts:
             if part.method in STANDALONE_METHODS and not serve_standalone:
                 raise QuantizerConfigError(
@@ -339,10 +347,9 @@ class KVCacheBuilder:
             if slot.hooked is False and caches[-1].needs_queries:
                 blind.append(slot.index)
         if blind:
-            name = "+".join(part.method for part in parts)
             raise QuantizerConfigError(
-                f"method={name!r} needs the model's queries, but the attention of cache entries {blind} does "
-                "not go through mlx_lm's shared attention function. Choose a method that needs no queries."
+                f"method={name_of(config)!r} needs the model's queries, but the attention of cache entries {blind} "
+                "does not go through mlx_lm's shared attention function. Choose a method that needs no queries."
             )
         for coordinator in filter(None, coordinators):
             coordinator.attach(model, slots)

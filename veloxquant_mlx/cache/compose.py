@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Fields that belong to the cache rather than to a method: the first configuration has the say.
 CACHE_FIELDS = ("capacity", "dtype", "observers", "enable_vectorized_attend")
 # A fit takes the rows that are there when the prompt ends, but not fewer than this.
-FIT_ROWS = 64
+FIT_ROWS = 32
 REWRITTEN = (
     "{name}: tokens that were packed together are decoded and packed anew whenever dropped rows are cleared away"
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..cache.base import KVCacheBuilder, KVCacheConfig
+from ..cache.base import KVCacheBuilder, ModelConfig
 from ..core.exceptions import ArtifactNotFoundError, CacheInputError
 from ..core.text import size
 
@@ -50,7 +50,7 @@ def prompt_ids(tokenizer: Any, prompt: str, raw: bool = False) -> list[int]:
 def generate_text(
     name: str,
     prompt: str,
-    config: KVCacheConfig | None,
+    config: ModelConfig | None,
     max_tokens: int,
     raw: bool,
     report: bool,

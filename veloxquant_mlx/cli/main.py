@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..artifacts import CalibrationArtifact
-from ..cache.base import KVCacheConfig
+from ..cache.base import KVCacheConfig, ModelConfig
 from ..cache.registry import METHODS, method
 from ..config import HardwareInfo, WorkloadSpec, detect_hardware_info, select_kv_cache_config
 from ..core.exceptions import CacheInputError, QuantizerConfigError, VeloxError
@@ -56,7 +56,9 @@ class LogLevel(str, Enum):
 
 
 Model = Annotated[str, typer.Option(help="Folder of an mlx_lm model, or the name of a repository.")]
-MethodName = Annotated[str, typer.Option("--method", help="Compression method (see: veloxquant methods), or none.")]
+MethodName = Annotated[
+    str, typer.Option("--method", help="Compression method (see: veloxquant methods), two as in snapkv+kivi, or none.")
+]
 Bits = Annotated[int | None, typer.Option(help="Bits per number: bit_width_inlier of the configuration.")]
 Options = Annotated[list[str] | None, typer.Option(help="Any field of KVCacheConfig, as name=value. May be repeated.")]
 Models = Annotated[Path, typer.Option(help="Folder for the demo's converted model (about 540 MB).")]
@@ -129,21 +131,35 @@ def _text(prompt: str) -> str:
     return text
 
 
-def _config(name: str, bits: int | None, options: list[str]) -> KVCacheConfig:
-    method(name).require_built()  # before a model is loaded
+def _config(name: str, bits: int | None, options: list[str]) -> ModelConfig:
+    """The configuration of ``name``, or the two of a name such as ``snapkv+kivi``; bits are those of the last."""
+    names = name.split("+")
+    for one in names:
+        method(one).require_built()  # before a model is loaded
     known = {f.name for f in dataclasses.fields(KVCacheConfig)} - {"method", "options", "observers"}
-    fields: dict[str, Any] = {} if bits is None else {"bit_width_inlier": bits}
+    fields: list[dict[str, Any]] = [{} for _ in names]
+    if bits is not None:
+        fields[-1]["bit_width_inlier"] = bits
+    own = [_own_fields(one) for one in names]
     for text in options:
         key, equals, value = text.partition("=")
         if not equals or key not in known:
-            own = method(name).info.options
-            usual = ", ".join(f.name for f in dataclasses.fields(own)) if own else "none"
+            usual = ", ".join(field for part in own for field in part) or "none"
             raise QuantizerConfigError(
                 f"--option {text!r} cannot be used: it must be name=value with a field of KVCacheConfig. "
                 f"The options of {name!r} are: {usual}."
             )
-        fields[key] = CalibrationArtifact.load(value) if key == "store" else _literal(value)
-    return KVCacheConfig(method=name, **fields)  # type: ignore[arg-type]
+        owner = next((i for i, part in enumerate(own) if key in part), 0)
+        fields[owner][key] = CalibrationArtifact.load(value) if key == "store" else _literal(value)
+    configs = [KVCacheConfig(method=one, **part) for one, part in zip(names, fields, strict=True)]  # type: ignore[arg-type]
+    return configs if len(configs) > 1 else configs[0]
+
+
+def _own_fields(name: str) -> list[str]:
+    """The fields that a method reads beyond those of every cache."""
+    info = method(name).info
+    options = dataclasses.fields(info.options) if info.options else ()
+    return [*(f.name for f in options), *info.reads]
 
 
 def _literal(text: str) -> Any:

@@ -7,7 +7,7 @@ import logging
 import signal
 from typing import Any
 
-from ..cache.base import KVCacheConfig
+from ..cache.base import ModelConfig
 from ..core.exceptions import QuantizerConfigError, VeloxError
 from ..serve import ServeOptions, Server
 from .generate import location, unloadable
@@ -29,7 +29,7 @@ def template_args(text: str) -> dict[str, Any]:
     return found
 
 
-def run_server(options: ServeOptions, config: KVCacheConfig | None, level: str) -> None:
+def run_server(options: ServeOptions, config: ModelConfig | None, level: str) -> None:
     """Serve until Ctrl-C or SIGTERM; one readable error for whatever keeps the server from starting."""
     name, options.model = options.model, location(options.model)
     if options.draft_model is not None:

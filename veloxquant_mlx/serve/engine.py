@@ -13,7 +13,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prom
 from mlx_lm.server import ModelProvider, ResponseGenerator
 
 from ..cache.attach import attach
-from ..cache.base import KVCacheConfig
+from ..cache.base import ModelConfig, name_of, parts_of
 from ..core.exceptions import QuantizerConfigError, VeloxError
 from .checks import RequestError
 from .live import LiveCaches, held
@@ -24,11 +24,11 @@ from .options import ServeOptions
 class Provider(ModelProvider):
     """Loads the model and lets it make compressed caches; ``config`` None leaves its own."""
 
-    def __init__(self, options: ServeOptions, config: KVCacheConfig | None, live: LiveCaches):
+    def __init__(self, options: ServeOptions, config: ModelConfig | None, live: LiveCaches):
         arguments: Any = options
         super().__init__(arguments)
         self.config, self.live = config, live
-        self.method = "none" if config is None else config.method
+        self.method = "none" if config is None else name_of(config)
         self.trimmable, self.vocabulary = True, 0
         self.loaded = threading.Event()
         self.failure: Exception | None = None
@@ -140,10 +140,11 @@ class Engine(ResponseGenerator):
 
     def _check_capacity(self, prompt: int, more: int) -> None:
         config = self.model_provider.config
-        if config is None or config.capacity is None or not self.model_provider.trimmable:
+        capacity = None if config is None else parts_of(config)[0].capacity
+        if capacity is None or not self.model_provider.trimmable:
             return
-        if prompt + more > config.capacity:
+        if prompt + more > capacity:
             raise RequestError(
-                f"a prompt of {prompt} tokens and max_tokens={more} exceed capacity={config.capacity}, the most tokens "
+                f"a prompt of {prompt} tokens and max_tokens={more} exceed capacity={capacity}, the most tokens "
                 "of a conversation on this server"
             )

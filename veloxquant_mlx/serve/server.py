@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.server import get_system_fingerprint
 
-from ..cache.base import KVCacheConfig
+from ..cache.base import ModelConfig
 from ..core.exceptions import VeloxError
 from .engine import Engine, PromptCache, Provider
 from .handler import Handler
@@ -49,7 +49,7 @@ class Server:
     ...     print(server.url)
     """
 
-    def __init__(self, options: ServeOptions, config: KVCacheConfig | None):
+    def __init__(self, options: ServeOptions, config: ModelConfig | None):
         self.options, self.metrics = options, Metrics()
         self._http = self._bind() if mx.distributed.init().rank() == 0 else None
         self._thread: threading.Thread | None = None
