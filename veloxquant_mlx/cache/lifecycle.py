@@ -99,5 +99,6 @@ class Lifecycle:
 
     def _seal(self, store: Store, offset: int, ends: bool) -> None:
         begun = self.reporter.begin(store)
-        if rows := store.seal(self.guide, ends):
+        known = None if self.guide is None else self.guide.rows(store, offset, ends)
+        if rows := store.seal(known, ends):
             self.reporter.tell("encode", rows, begun, store, offset)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import mlx.core as mx
 
 from ..core.types import Recipe
-from .stream import GROW, StreamStore
-
-if TYPE_CHECKING:
-    from ..policies.guide import Guide
+from .stream import GROW, PerRow, StreamStore
 
 __all__ = ["GROW", "Store"]
 
@@ -82,12 +77,11 @@ class Store:
             self.positions = mx.concatenate([self.positions, new], axis=-1)
         self.row_aux = {name: mx.pad(a, [(0, 0), (0, 0), (0, count)]) for name, a in self.row_aux.items()}
 
-    def seal(self, guide: Guide | None = None, ends: bool = False) -> int:
+    def seal(self, rows: PerRow | None = None, ends: bool = False) -> int:
         """Encode what has left the windows; returns the number of rows encoded, keys and values together.
 
-        ``guide`` answers what guided codecs get; ``ends``: the first prompt is complete.
+        ``rows`` answers what guided codecs get; ``ends``: the first prompt is complete.
         """
-        rows = None if guide is None else lambda start, stop: guide.rows(self, start, stop)
         return self.keys.seal(rows, ends) + self.values.seal(rows, ends)
 
     # ------------------------------------------------------------------------------------------------------ dropping

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 if TYPE_CHECKING:
     from ..cache.store import Store
+    from ..cache.stream import StreamStore
     from .scores import Step
+
+# What a guided codec gets for rows ``start`` to ``stop``.
+PerRow = Callable[[int, int], mx.array]
 
 
 class Guide(ABC):
@@ -26,5 +31,19 @@ class Guide(ABC):
         """See one attention over the rows held, before any of them is sealed."""
 
     @abstractmethod
-    def rows(self, store: Store, start: int, stop: int) -> mx.array:
-        """What the codec gets for rows ``start`` to ``stop``, which are about to be sealed."""
+    def rows(self, store: Store, offset: int, ends: bool) -> PerRow:
+        """Asked once before rows are sealed, while all of them are still there: answers for the rows that are due.
+
+        ``offset`` is the number of tokens seen; ``ends``: the first prompt is complete.
+        """
+
+
+def due(rows: StreamStore, ends: bool) -> tuple[int, int]:
+    """The first and the last row (exclusive) that the next ``seal`` encodes."""
+    spec, first = rows.spec, min(rows.spec.sinks, rows.n) + rows.n_sealed
+    if rows.packed is None:
+        return first, first
+    if ends and rows.prompt is not None and not rows.n_sealed:
+        return first, max(first, rows.n - spec.window)
+    held = rows.prompt.n if rows.prompt is not None else 0
+    return first, first + max(0, spec.n_sealed(rows.n - held, bool(rows.packed.fitted)) - rows.packed.n)
