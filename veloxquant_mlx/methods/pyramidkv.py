@@ -1,7 +1,10 @@
 """PyramidKV: SnapKV's selection with more tokens in early layers and fewer in late ones.
 
 Paper: Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-arXiv:2406.02069. Paper setting: pyramid_beta = 20. Uncertain: the venue.
+arXiv:2406.02069. Paper setting: pyramid_beta = 20, no sinks. Uncertain: the venue. The window of 32 and the kernel of 5
+are the reference code's; budgets count the window in and sum exactly to their mean times the layers, which that code
+does not reach. The pyramid follows from the tokens seen when a prompt ends: later turns of a chat choose again (our
+extension) by the pyramid of the whole length. Without a model's layers a cache keeps ``pyramid_budget``.
 """
 
 from __future__ import annotations
@@ -9,10 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._method import BACKEND, MethodInfo, check_room, floats, ints, option, optional
+from ..core.types import Recipe, Stream
+from ..policies.budgets import Pyramid
+from ..policies.eviction import Eviction
+from ..policies.scores import WindowAttention
+from ._method import BACKEND, MethodInfo, check_backend, check_capacity, check_room, floats, ints, option, optional
+from .snapkv import KERNEL_SIZE, POOLING
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
 
 # Observation window of SnapKV (arXiv:2404.14469), which the public options have no field for.
 OBS_WINDOW = 32
@@ -45,3 +54,15 @@ def check(config: FlatConfig) -> None:
     check_room(config, "pyramid_budget", "pyramid_n_sink", extra=OBS_WINDOW)
     if config.pyramid_resolved_budget is not None:
         check_room(config, "pyramid_resolved_budget", "pyramid_n_sink", extra=OBS_WINDOW)
+    check_capacity(config, "pyramid_budget" if config.pyramid_resolved_budget is None else "pyramid_resolved_budget")
+    check_backend(config, "pyramid_backend")
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """SnapKV with a budget that depends on the layer's depth and the prompt's length."""
+    sinks, window = config.pyramid_n_sink, OBS_WINDOW
+    mean, beta, least = config.pyramid_budget, config.pyramid_beta, sinks + window + 1
+    pyramid = Pyramid(layer.rank, layer.n_layers, mean, beta, window, least, config.capacity)
+    score = WindowAttention(window, KERNEL_SIZE, POOLING, decoded=config.pyramid_backend == "reference")
+    policy = Eviction(config.pyramid_resolved_budget or pyramid, sinks=sinks, score=score)
+    return Recipe(keys=Stream(), values=Stream(), eviction=policy)
