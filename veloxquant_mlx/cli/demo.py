@@ -38,6 +38,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
     ("cachegen, 4 bits at first", {"method": "cachegen"}),
+    ("kvquant, 3 bits", {"method": "kvquant"}),
     ("skvq, 2 bits", {"method": "skvq"}),
     ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
     ("streaming_llm, 512 tokens", {"method": "streaming_llm", "stream_window_size": 508}),
