@@ -2,17 +2,17 @@
 
 Nobody attends on a coded stream, so a cache in memory keeps its fixed width; files hold what this module writes. Tables
 are integers and the coder is exact, so that every machine decodes the same codes; a checksum of the codes proves it.
-The idea is CacheGen's (arXiv:2310.07240), the container is ours.
+Tables are deflated counts of 16 bits. The idea is CacheGen's (arXiv:2310.07240), the container is ours.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
-from zlib import crc32
 
 import constriction
 import mlx.core as mx
@@ -22,9 +22,9 @@ from ..core.exceptions import CacheStateError
 from .packing import pack, unpack
 
 MAGIC, VERSION = b"VQEC", 1
-# Magic, version, kind of tables, levels, dimensions, crc of the codes, words of payload; then come the shape, the
-# tables, the payload and a crc of all that.
-_HEAD = struct.Struct("<4sBBHBxxxIQ")
+# Magic, version, kind of tables, levels, dimensions, crc of the codes, bytes of tables, words of payload; then come the
+# shape, the tables, the payload and a crc of all that.
+_HEAD = struct.Struct("<4sBBHBxxxIQQ")
 _CRC = struct.Struct("<I")
 _TOP_COUNT = 65535
 
@@ -48,46 +48,37 @@ def encode_bytes(codes: np.ndarray, per_row: bool = True) -> bytes:
         raise TypeError(f"codes are {codes.dtype} {codes.shape}: they must be a uint8 array with at least one axis")
     rows = _rows(codes)
     counts = _counts(rows)
-    kind = _cheapest(counts, per_row)
-    tables = {Tables.UNIFORM: counts[:0], Tables.POOLED: counts.sum(0, keepdims=True), Tables.PER_ROW: counts}[kind]
-    tables = _fit(tables)
+    kind, tables, stored = _cheapest(counts, per_row)
     coder = _stream.queue.RangeEncoder()
-    if rows.size and kind is Tables.PER_ROW:
-        for row, table in zip(rows, tables, strict=True):
-            coder.encode(row.astype(np.int32), _model(table))
-    elif rows.size:
-        coder.encode(rows.reshape(-1).astype(np.int32), _model(tables[0] if len(tables) else np.ones(counts.shape[1])))
+    for part, table in zip(rows.reshape(len(tables), -1), tables, strict=True):
+        coder.encode(part.astype(np.int32), _model(table))
     payload = coder.get_compressed().astype("<u4")
-    head = _HEAD.pack(MAGIC, VERSION, kind, counts.shape[1], codes.ndim, crc32(rows.tobytes()), payload.size)
+    sizes = len(stored), payload.size
+    head = _HEAD.pack(MAGIC, VERSION, kind, counts.shape[1], codes.ndim, zlib.crc32(rows.tobytes()), *sizes)
     shape = struct.pack(f"<{codes.ndim}Q", *codes.shape)
-    record = b"".join([head, shape, tables.astype("<u2").tobytes(), payload.tobytes()])
-    return record + _CRC.pack(crc32(record))
+    record = b"".join([head, shape, stored, payload.tobytes()])
+    return record + _CRC.pack(zlib.crc32(record))
 
 
 def decode_bytes(record: bytes) -> np.ndarray:
     """The codes of a record; CacheStateError for one that is damaged, cut short, or from a newer version."""
     if len(record) < _HEAD.size + _CRC.size or record[:4] != MAGIC:
         raise CacheStateError("this is not a record of entropy-coded codes")
-    _, version, kind, levels, ndim, check, n_words = _HEAD.unpack_from(record)
+    _, version, kind, levels, ndim, check, n_bytes, n_words = _HEAD.unpack_from(record)
     if version != VERSION:
         raise CacheStateError(f"the codes have format {version}; this version reads {VERSION}. Use a newer version.")
-    if crc32(record[: -_CRC.size]) != _CRC.unpack_from(record, len(record) - _CRC.size)[0]:
+    if zlib.crc32(record[: -_CRC.size]) != _CRC.unpack_from(record, len(record) - _CRC.size)[0]:
         raise CacheStateError("a record of entropy-coded codes is damaged or cut short")
     shape = struct.unpack_from(f"<{ndim}Q", record, _HEAD.size)
-    n_rows, n = math.prod(shape[:-1]), shape[-1]
-    n_tables = {Tables.UNIFORM: 0, Tables.POOLED: 1, Tables.PER_ROW: n_rows}[Tables(kind)]
     at = _HEAD.size + 8 * ndim
-    tables = np.frombuffer(record, "<u2", n_tables * levels, at).reshape(n_tables, levels)
-    payload = np.frombuffer(record, "<u4", n_words, at + tables.nbytes).astype(np.uint32)
+    stored = record[at : at + n_bytes]
+    tables = np.ones((1, levels)) if kind == Tables.UNIFORM else _inflate(stored).reshape(-1, levels)
+    payload = np.frombuffer(record, "<u4", n_words, at + n_bytes).astype(np.uint32)
     decoder = _stream.queue.RangeDecoder(payload)
-    rows = np.zeros((n_rows, n), np.uint8)
-    if rows.size and kind == Tables.PER_ROW:
-        for row, table in zip(rows, tables, strict=True):
-            row[:] = decoder.decode(_model(table), n)
-    elif rows.size:
-        model = _model(tables[0] if n_tables else np.ones(levels))
-        rows[:] = decoder.decode(model, rows.size).reshape(rows.shape)
-    if crc32(rows.tobytes()) != check:
+    rows = np.zeros((len(tables), math.prod(shape) // len(tables)), np.uint8)
+    for part, table in zip(rows, tables, strict=True):
+        part[:] = decoder.decode(_model(table), part.size)
+    if zlib.crc32(rows.tobytes()) != check:
         raise CacheStateError("entropy-coded codes came back changed: the coder differs from the one that wrote them")
     return rows.reshape(shape)
 
@@ -139,15 +130,25 @@ def _bits(counts: np.ndarray) -> float:
     return float((totals * np.log2(np.maximum(totals, 1))).sum() - (counts * np.log2(np.maximum(counts, 1))).sum())
 
 
-def _cheapest(counts: np.ndarray, per_row: bool) -> Tables:
-    """The tables with the smallest sum of their own bytes and the entropy under them."""
-    pooled, table = counts.sum(0, keepdims=True), 16 * counts.shape[1]
-    sizes = {
-        Tables.UNIFORM: counts.sum() * math.log2(counts.shape[1]),
-        Tables.POOLED: _bits(pooled) + table,
-        Tables.PER_ROW: _bits(counts) + table * len(counts) if per_row else math.inf,
-    }
-    return min(sizes, key=sizes.__getitem__)
+def _cheapest(counts: np.ndarray, per_row: bool) -> tuple[Tables, np.ndarray, bytes]:
+    """The tables with the smallest sum of their own bytes and the entropy under them, and these bytes."""
+    levels, pooled = counts.shape[1], counts.sum(0, keepdims=True)
+    options = [(counts.sum() * math.log2(levels), Tables.UNIFORM, np.ones((1, levels)), b"")]
+    for kind, sums in ((Tables.POOLED, pooled), (Tables.PER_ROW, counts))[: 1 + per_row]:
+        tables = _fit(sums)
+        options.append((_bits(sums), kind, tables, _deflate(tables)))
+    return min(options, key=lambda option: option[0] + 8 * len(option[3]))[1:]
+
+
+def _deflate(tables: np.ndarray) -> bytes:
+    """Counts as two planes of bytes, the upper one nearly all zeros."""
+    planes = tables.astype("<u2").view(np.uint8).reshape(-1, 2).T
+    return zlib.compress(planes.tobytes(), 9)
+
+
+def _inflate(data: bytes) -> np.ndarray:
+    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(2, -1)
+    return np.ascontiguousarray(planes.T).view("<u2")
 
 
 def _fit(counts: np.ndarray) -> np.ndarray:
