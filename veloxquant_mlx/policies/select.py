@@ -45,4 +45,4 @@ def _ordered(score: mx.array, positions: mx.array) -> mx.array:
     """One uint64 per row that orders by (score, age): distinct keys select the same rows on every back end."""
     bits = score.astype(mx.float32).view(mx.uint32)
     ordered = mx.where(bits >> 31, ~bits, bits | 0x80000000).astype(mx.uint64)
-    return (ordered << 32) | (2**31 - 1 - positions).astype(mx.uint64)
+    return (ordered << 32) | (2**31 - 1 - mx.maximum(positions, 0)).astype(mx.uint64)
