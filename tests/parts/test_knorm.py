@@ -77,6 +77,13 @@ def test_layers_can_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cache.positions.shape[-1] == held and bool(cache.describe()["notes"]) == (rank < 2)
 
 
+def test_holes_are_never_chosen() -> None:
+    """Their position, -1, must not count as a great age; sinks are positions from 0 on."""
+    positions, score = mx.array([[[-1, 0, 5, -1, 3]]]), mx.array([[[9.0, 1.0, 0.0, 9.0, 2.0]]])
+    guarded = select.protect(score, positions, 1, 0, 6)
+    assert select.top(guarded, positions, 3)[0].tolist() == [[[1, 4, 2]]]
+
+
 FILTERS = mx.random.normal((2, 64), key=mx.random.key(9))
 STATIC: dict[str, dict[str, Any]] = {
     "knorm": {"knorm_budget": 40},
@@ -137,3 +144,20 @@ def test_decoding_is_bounded(method: str) -> None:
         sizes.add(cache.nbytes)
         assert cache._store.live == 40 and cache._store.n <= 41
     assert len(sizes) == 1 and cache.offset == 300 and all(299 in head for head in fixture.kept(cache))
+
+
+@pytest.mark.parametrize("packing", [{"method": "turboquant_rvq"}, {"method": "kivi", "residual_length": 32}], ids=str)
+def test_packed_rows(packing: dict[str, Any]) -> None:
+    """Dropped rows stay as holes among packed ones for a while: the same tokens as over float rows, turn by turn."""
+    layer, data, at = LayerInfo(head_dim=64, value_dim=64), tensors(500), 0
+    plain = static("knorm")
+    config = KVCacheConfig(method="knorm", head_dim=64, **STATIC["knorm"])
+    packed = CompressedKVCache(config, layer, KVCacheConfig(head_dim=64, **packing))
+    for chunks in ([299, 1], [1] * 15, [79, 1], [1] * 50, [1, 49, 1]):
+        for cache in (plain, packed):
+            feed(cache, data.part(at, at + sum(chunks)), chunks)
+        at += sum(chunks)
+        assert plain._store.live == packed._store.live == 40
+        real = np.array(packed._store.positions_or_range()) >= 0
+        assert (real.sum(-1) == 40).all()
+    assert fixture.kept(plain) == fixture.kept(packed)
