@@ -53,7 +53,7 @@ def test_a_list_for_an_average(model):
 
 def test_json(model):
     told = json.loads(bits(model, "--allocate-bits", 2.5, "--choices", "2,3", "--check", "--json").stdout)
-    assert sorted(told["bit_width_inlier"][i] for i in told["compressed_layers"]) == [2, 3]
+    assert sorted(told["bits"][i] for i in told["compressed_layers"]) == [2, 3]
     assert told["compressed_layers"] == [1, 3]
     assert told["average"] == 2.5
     assert told["tokens"] == 120
@@ -93,7 +93,7 @@ def test_generate_and_serve_take_the_file_as_store(model):
     [
         ((), "needs one of --allocate-bits.*--out"),
         (("--allocate-bits", 3, "--out", "f"), "exactly one"),
-        (("--allocate-bits", 3, "--method", "snapkv"), "--method='snapkv'.*reads bit_width_inlier"),
+        (("--allocate-bits", 3, "--method", "snapkv"), "method='snapkv'.*reads bit_width_inlier"),
         (("--allocate-bits", 3, "--choices", "2,x"), "--choices='2,x'"),
         (("--allocate-bits", 3, "--choices", "2,7"), "--choices='2,7'"),
         (("--allocate-bits", 1.5), "--allocate-bits=1.5.*from 2 to 8"),

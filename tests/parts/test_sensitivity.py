@@ -1,5 +1,6 @@
 """Sensitivity of layers: measured as it says, predictions that come true, and lists that for_model takes."""
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -9,8 +10,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.models import tiny
 from veloxquant_mlx import CacheInputError, KVCacheBuilder, KVCacheConfig, QuantizerConfigError
-from veloxquant_mlx.calibrate import Sensitivity, divergences, layer_sensitivity
+from veloxquant_mlx.cache.registry import METHODS, method
+from veloxquant_mlx.calibrate import Sensitivity, bit_fields, divergences, for_layers, layer_sensitivity, valid_bits
 from veloxquant_mlx.calibrate.sensitivity import _kl
+from veloxquant_mlx.calibrate.widths import OWN_FIELDS
 
 TOKENS: Any = tiny.tokens(160)[0].tolist()
 KIVI = KVCacheConfig(method="kivi", residual_length=32)
@@ -69,7 +72,7 @@ def test_allocation_takes_from_the_quiet_and_gives_to_the_loud():
     assert made.blind(3) == [3, 3, 3]
     assert made.predict(bits) == pytest.approx(1e-2 * 0.2 + 1e-4 * (5 + 1))
     assert made.predict(bits) < made.predict(made.blind(3))
-    assert made.inlier(bits) == [2, bits[0], 2, bits[1], bits[2]]  # entries 0 and 2 keep the model's own cache
+    assert made.full(bits) == [2, bits[0], 2, bits[1], bits[2]]  # entries 0 and 2 keep the model's own cache
 
 
 @pytest.mark.parametrize("method", ["kivi", "turboquant_rvq"])
@@ -80,14 +83,14 @@ def test_lists_fit_models_with_other_kinds_of_layers(name, method):
     extra: dict[str, Any] = {"residual_length": 32} if method == "kivi" else {}
     found = layer_sensitivity(model, TOKENS[:96], KVCacheConfig(method=method, **extra), choices=(2, 3, 4))
     bits = found.allocate(3)
-    config = KVCacheConfig(method=method, bit_width_inlier=found.inlier(bits), **extra)
+    config = KVCacheConfig(method=method, bit_width_inlier=found.full(bits), **extra)
     caches = KVCacheBuilder.for_model(model, config)
     assert [caches[i].config.bit_width_inlier for i in found.indices] == bits
     assert sum(bits) == 3 * len(found.indices)
 
 
 def test_refusals(model):
-    with pytest.raises(QuantizerConfigError, match="method='snapkv'.*reads bit_width_inlier"):
+    with pytest.raises(QuantizerConfigError, match="method='snapkv'.*reads bit_width_inlier, or one of"):
         layer_sensitivity(model, TOKENS, KVCacheConfig(method="snapkv"))
     with pytest.raises(QuantizerConfigError, match="probe=5"):
         layer_sensitivity(model, TOKENS, KIVI, choices=(2, 3), probe=5)
@@ -110,3 +113,41 @@ def test_small_divergences_do_not_drown_in_float32():
     got = np.array(_kl(mx.array(p.astype(np.float32)), mx.array(q.astype(np.float32))))
     assert np.allclose(got, want, rtol=2e-2)  # log-probabilities of -7 are rounded to 5e-7 in float32
     assert (got > 0).all()
+
+
+LISTED = sorted(name for name in METHODS if "bit_width_inlier" in method(name).info.reads and name != "vecinfer")
+
+
+@pytest.mark.parametrize("name", [*LISTED, *OWN_FIELDS])
+def test_every_width_is_a_field_that_says_what_it_takes(name):
+    assert valid_bits(name).accepts(2)
+    assert not valid_bits(name).accepts(9)
+    fields = {f.name: f.default for f in dataclasses.fields(KVCacheConfig)}
+    assert set(bit_fields(name)) <= set(fields)
+
+
+@pytest.mark.parametrize("name", [name for name in [*LISTED, *OWN_FIELDS] if method(name).built])
+def test_a_list_gives_every_layer_its_bits(model, name):
+    """Layer i of the mixed list holds what layer i of the uniform list of its bits holds, and neither the other's."""
+    config = KVCacheConfig(method=name)
+
+    def held(bits) -> list[int]:
+        caches = for_layers(model, config, bits)
+        model(mx.array([TOKENS * 4]), cache=caches)
+        for cache in caches:
+            cache.end_prefill()
+        mx.eval([cache.state for cache in caches])
+        return [cache.nbytes for cache in caches]
+
+    few, more = (1, 2) if name == "nsnquant" else (2, 4)  # 3 bits of 16 channels fill no whole words
+    low, high = held(few), held(more)
+    assert held([few, more]) == [low[0], high[1]]
+    assert low[0] < high[0]
+    with pytest.raises(QuantizerConfigError, match="attention layers"):
+        for_layers(model, config, [2])
+
+
+@pytest.mark.parametrize("name", ["snapkv", "vecinfer", "kitty"])
+def test_methods_without_one_width_are_refused(name):
+    with pytest.raises(QuantizerConfigError, match=f"method='{name}'"):
+        bit_fields(name)

@@ -5,6 +5,7 @@ from .collect import Call, Sample, collect, sequences_of
 from .fit import CALIBRATORS, fit_artifact
 from .qfilters import query_filters
 from .sensitivity import Sensitivity, divergences, layer_sensitivity
+from .widths import bit_fields, for_layers, valid_bits
 
 __all__ = [
     "CALIBRATORS",
@@ -15,11 +16,14 @@ __all__ = [
     "Sample",
     "Sensitivity",
     "allocate_bits",
+    "bit_fields",
     "collect",
     "divergences",
     "expected",
     "fit_artifact",
+    "for_layers",
     "layer_sensitivity",
     "query_filters",
     "sequences_of",
+    "valid_bits",
 ]

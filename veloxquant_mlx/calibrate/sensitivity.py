@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..cache.base import KVCacheBuilder, KVCacheConfig
+from ..cache.base import KVCacheConfig
 from ..cache.layer import CompressedKVCache
-from ..cache.registry import method
 from ..core.exceptions import CacheInputError
 from ..methods._method import refuse
 from ..models.inspect import cache_slots
 from .allocate import CHOICES, Curve, allocate_bits, expected
 from .collect import Call, Progress, hooked_slots, watched
+from .widths import for_layers, valid_bits
 
 CHUNK = 32  # tokens whose predictions are made together: their own rows are exact, so it must be short
 STEP = 512  # tokens of the prompt at a time
@@ -40,8 +40,8 @@ class Sensitivity:
     """What was measured, per compressed layer: ``indices`` are entries of the cache list.
 
     ``divergence`` is the mean KL (nats) with only this layer compressed to ``probe`` bits, ``errors`` the mean squared
-    error of its attention output at each width. ``readers`` are the entries that take an element of a
-    ``bit_width_inlier`` list; those that keep the model's own cache are among them.
+    error of its attention output at each width. ``readers`` are the entries that take an element of a list of bits;
+    those that keep the model's own cache are among them.
     """
 
     indices: tuple[int, ...]
@@ -71,8 +71,8 @@ class Sensitivity:
         """The mean KL that these bits are expected to cost."""
         return expected(self.divergence, bits, self.curves)
 
-    def inlier(self, bits: Sequence[int]) -> list[int]:
-        """``bits`` as a ``bit_width_inlier`` list; entries that nothing is compressed in get the smallest choice."""
+    def full(self, bits: Sequence[int]) -> list[int]:
+        """``bits`` with an element for every attention layer; one that is not compressed gets the smallest choice."""
         given = dict(zip(self.indices, bits, strict=True))
         return [given.get(index, self.choices[0]) for index in self.readers]
 
@@ -91,17 +91,14 @@ def layer_sensitivity(
     ``choices`` (default: those of ``CHOICES`` that the method takes) are the widths to know the error at, ``probe``
     (default: the smallest of them) the width of the passes with one layer compressed. There is one pass more than
     layers; float32 predictions for half of the tokens are held. Raises ``QuantizerConfigError`` for a method without
-    ``bit_width_inlier`` and ``CacheInputError`` for a text that is too short for anything to be compressed.
+    such a width (``bit_fields``) and ``CacheInputError`` for a text that is too short for anything to be compressed.
     """
-    widths = method(config.method).info.reads.get("bit_width_inlier")
-    if widths is None:
-        refuse("method", config.method, "a method that reads bit_width_inlier", "Other methods have no bits per layer.")
-    choices = [b for b in CHOICES if widths.accepts(b)] if choices is None else choices
+    choices = [b for b in CHOICES if valid_bits(config.method).accepts(b)] if choices is None else choices
     probe = choices[0] if probe is None else probe
     if probe not in choices:
         refuse("probe", probe, f"one of the choices {tuple(choices)}", "Add it to the choices.")
     indices = tuple(slot.index for slot in hooked_slots(model))
-    made = {b: _caches(model, config, b) for b in choices}
+    made = {b: for_layers(model, config, b) for b in choices}
     rivals = {index: _Rivals({b: made[b][index] for b in choices}) for index in indices}
     passes = _Passes(model, tokens, len(indices) + 1, progress)
     passes.exact(watched(model, rivals), list(rivals.values()))
@@ -114,7 +111,7 @@ def layer_sensitivity(
     divergence = []
     for index in indices:
         caches = [slot.native for slot in cache_slots(model)]
-        caches[index] = _caches(model, config, probe)[index]
+        caches[index] = for_layers(model, config, probe)[index]
         divergence.append(passes.divergence(caches))
     readers = tuple(slot.index for slot in cache_slots(model) if slot.attention is not None)
     return Sensitivity(indices, readers, probe, tuple(divergence), errors)
@@ -127,14 +124,10 @@ def divergences(
     bits: Sequence[int | Sequence[int]],
     progress: Progress | None = None,
 ) -> list[float]:
-    """Mean KL (nats) over the second half of ``tokens``, for every value of ``bit_width_inlier`` in ``bits``."""
+    """Mean KL (nats) over the second half of ``tokens``, for every list or number of bits in ``bits``."""
     passes = _Passes(model, tokens, len(bits) + 1, progress)
     passes.exact([slot.native for slot in cache_slots(model)], [])
-    return [passes.divergence(_caches(model, config, b)) for b in bits]
-
-
-def _caches(model: Any, config: KVCacheConfig, bits: int | Sequence[int]) -> list[Any]:
-    return KVCacheBuilder.for_model(model, replace(config, bit_width_inlier=bits), serve_standalone=True)
+    return [passes.divergence(for_layers(model, config, b)) for b in bits]
 
 
 class _Rivals:

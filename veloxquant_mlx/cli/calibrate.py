@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..cache.base import KVCacheConfig
-from ..cache.registry import method
 from ..core.exceptions import CacheInputError, QuantizerConfigError
 from ..methods._method import refuse
 from .demo import passage
@@ -37,11 +36,9 @@ def read_text(name: str) -> str:
 
 def parse_choices(text: str | None, name: str, average: float) -> list[int]:
     """``2,3,4`` as a list whose members ``name`` takes as bits; its range must have the average in it."""
-    from ..calibrate import CHOICES
+    from ..calibrate import CHOICES, valid_bits
 
-    widths = method(name).info.reads.get("bit_width_inlier")
-    if widths is None:
-        refuse("--method", name, "a method that reads bit_width_inlier", "Other methods have no bits per layer.")
+    widths = valid_bits(name)
     try:
         choices = sorted({int(part) for part in text.split(",")}) if text else [*filter(widths.accepts, CHOICES)]
     except ValueError:
@@ -65,8 +62,8 @@ def allocate(
     out: Console,
     err: Console,
 ) -> None:
-    """Print a ``bit_width_inlier`` list for ``average`` bits and what it should gain; with ``check``, what it does."""
-    from ..calibrate import divergences, layer_sensitivity
+    """Print a list of bits for ``average`` bits and what it should gain; with ``check``, what it does."""
+    from ..calibrate import bit_fields, divergences, layer_sensitivity
 
     words, wanted = read_text(text), tokens or BITS_TOKENS
     with err.status(f"loading {name}"):
@@ -78,7 +75,8 @@ def allocate(
     bits, blind = found.allocate(average), found.blind(average)
     told: dict[str, Any] = {
         "method": config.method,
-        "bit_width_inlier": found.inlier(bits),
+        "fields": bit_fields(config.method),
+        "bits": found.full(bits),
         "compressed_layers": list(found.indices),
         "average": sum(bits) / len(bits),
         "tokens": len(used),
@@ -89,25 +87,34 @@ def allocate(
         unseen = 2 * len(rest) >= wanted  # otherwise there is too little of it
         judged = rest if unseen else used
         with _bar(err, f"checking on {len(judged)} {'other' if unseen else 'of the same'} tokens") as tell:
-            lists = [found.inlier(bits), found.inlier(blind)]
+            lists = [found.full(bits), found.full(blind)]
             kl, kl_blind = divergences(model, judged, config, lists, progress=tell)
         told |= {"measured_kl": kl, "measured_kl_uniform": kl_blind, "measured_on_other_text": unseen}
     if as_json:
         out.print_json(json.dumps(told))
         return
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    default = KVCacheConfig()
-    own = {k: v for k, v in fields.items() if v != getattr(default, k) and k not in ("method", "bit_width_inlier")}
-    arguments = {"method": config.method, "bit_width_inlier": told["bit_width_inlier"], **own}
-    out.print(f"KVCacheConfig({', '.join(f'{k}={v!r}' for k, v in arguments.items())})", markup=False, soft_wrap=True)
+    out.print(code(config, told["bits"]), markup=False, soft_wrap=True)
     out.print()
     for line in explain(told, "uniform" if len(set(blind)) == 1 else "blind"):
         out.print(line, markup=False, soft_wrap=True)
 
 
+def code(config: KVCacheConfig, bits: list[int]) -> str:
+    """The line of Python that uses the bits."""
+    from ..calibrate import bit_fields
+
+    names, default = bit_fields(config.method), KVCacheConfig()
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in ("method", *names)}
+    changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    listed = names == ("bit_width_inlier",)
+    arguments = {"method": config.method, **({names[0]: bits} if listed else {}), **changed}
+    made = f"KVCacheConfig({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    return made if listed else f"veloxquant_mlx.calibrate.for_layers(model, {made}, {bits})"
+
+
 def explain(told: dict[str, Any], rival: str) -> Iterator[str]:
     """What the figures mean, in a few lines."""
-    own, layers = len(told["bit_width_inlier"]) - len(told["compressed_layers"]), len(told["compressed_layers"])
+    own, layers = len(told["bits"]) - len(told["compressed_layers"]), len(told["compressed_layers"])
     yield f"{told['average']:.2f} bits on average over {layers} compressed layers."
     if own:
         yield f"Elements of {own} layers that keep the model's own cache are there for the count and have no effect."

@@ -248,7 +248,7 @@ def calibrate(
     text: Annotated[str, typer.Option(help="Text file (UTF-8) to measure on, or built-in.")] = "built-in",
     method_name: MethodName = "kivi",
     allocate_bits: Annotated[
-        float | None, typer.Option(help="Average of bit_width_inlier: print a list with bits for every layer.")
+        float | None, typer.Option(help="Average bits: print a list with the bits of every layer.")
     ] = None,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="File to write what the method needs to (safetensors).")
