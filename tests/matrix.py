@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.formulas_gear import gear
 from tests.formulas_nestedkv import competing
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
@@ -30,7 +31,8 @@ class Row:
 
     ``held(tokens, shape, itemsize)`` is the formula of the specification: bytes of codes, float rows and positions.
     ``identity`` is the number of tokens up to which nothing is changed. ``channel_bits``: the fewest bits of keys that
-    are coded in groups of tokens, so that a group which is cut by a trim is coded anew later.
+    are coded in groups of tokens, so that a group which is cut by a trim is coded anew later. ``prompt_block``: the
+    first prompt is coded as one block, so that it matters where it ends.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Row:
     fields: dict[str, Any] = field(default_factory=dict)
     identity: int = 0
     channel_bits: int = 0
+    prompt_block: bool = False
     drops: bool = False
     queries: bool = False
     per_step: bool = False
@@ -198,6 +201,7 @@ ROWS = (
         channel_bits=8,
     ),
     Row("kitty", "kitty", kitty(64), {"residual_length": 64}, identity=95, channel_bits=2),
+    Row("gear", "gear", gear(0.01), channel_bits=2, prompt_block=True),
     Row("rvq-1", "turboquant_rvq", rvq(1), {"bit_width_inlier": 1}),
     Row("rvq-2", "turboquant_rvq", rvq(2), {"bit_width_inlier": 2}),
     Row("rvq-3", "turboquant_rvq", rvq(3), {"bit_width_inlier": 3}),

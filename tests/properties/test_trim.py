@@ -36,6 +36,8 @@ def test_trim_then_continue(row: Row, cut: int) -> None:
         *(mx.concatenate([getattr(data, n)[:, :, : 300 - cut], getattr(other, n)], axis=2) for n in "qkv")
     )
     feed(fresh, joined, [300])
+    for c in (cache, fresh):
+        c.end_prefill()
     (keys, values), (want_keys, want_values) = cache.materialize(), fresh.materialize()
     assert cache.offset == fresh.offset and stored_bytes(cache) == stored_bytes(fresh)
     assert mx.allclose(values, want_values, rtol=1e-5, atol=1e-5)

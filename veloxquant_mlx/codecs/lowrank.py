@@ -8,7 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from .base import F16_MAX, Axis, Codes
+from .base import F16_MAX, Codes
 
 # Fixed: where the power iteration starts is nothing that a user would want to choose.
 SEED = 2403
@@ -46,7 +46,6 @@ class LowRank:
 
     def __init__(self, rank: int, block: int | None = None, energy: float | None = None) -> None:
         self.rank, self.block, self.energy = rank, block, energy
-        self.layout = {"left": Axis(2, block or 1), "right": Axis(2, 1)}
 
     def ranks(self, block: int, dim: int) -> int:
         """Components of a block of ``block`` tokens of ``dim`` channels."""

@@ -45,6 +45,10 @@ class Sparse(ABC):
         """The inverse of ``vectors``, in the shape of ``like``."""
 
     @abstractmethod
+    def part(self, codes: Codes, start: int, stop: int) -> Codes:
+        """The codes of tokens ``start`` to ``stop``, which must lie in one block."""
+
+    @abstractmethod
     def _places(self, index: mx.array, shape: tuple[int, int, int, int]) -> tuple[mx.array, mx.array]:
         """Of every entry, flat: its token in ``B * H * n`` and its channel in ``B * H * D``; ``shape`` is the rows'."""
 
@@ -100,6 +104,9 @@ class TokenSparse(Sparse):
         b, h, n, dim = like.shape
         return vectors.reshape(b, n, h, dim).swapaxes(1, 2)
 
+    def part(self, codes: Codes, start: int, stop: int) -> Codes:
+        return {name: codes[name][:, :, start:stop] for name in self.layout}
+
     def _places(self, index: mx.array, shape: tuple[int, int, int, int]) -> tuple[mx.array, mx.array]:
         b, h, n, dim = shape
         batch = mx.arange(b, dtype=mx.uint32).reshape(b, 1, 1, 1) * h
@@ -127,7 +134,7 @@ class ChannelSparse(Sparse):
         return vectors.swapaxes(-1, -2).reshape(like.shape)
 
     def part(self, codes: Codes, start: int, stop: int) -> Codes:
-        """Codes for tokens ``start`` to ``stop`` inside one block: entries of other tokens become slots without use."""
+        # entries of other tokens become slots without use
         index = codes["sparse_index"]
         inside = (index >= start) & (index < stop)
         return {
