@@ -16,11 +16,14 @@ from tests.matrix import IDS, ROWS, Row, feed, identical, same_state, tensors
 from tests.models import tiny
 from tests.models.running import caches_of, prefill
 from veloxquant_mlx import CacheStateError, cache_report, load_cache, save_cache
-from veloxquant_mlx.cache import files
+from veloxquant_mlx.cache import files, rest
 from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.rest import AtRest
+from veloxquant_mlx.codecs.symmetric import TokenSymmetric
 from veloxquant_mlx.core.text import size
+from veloxquant_mlx.core.types import LayerInfo, Recipe, Stream
+from veloxquant_mlx.methods import cachegen
 
 MODELS = {name: tiny.build(name) for name in ("llama", "gemma3_text", "qwen3_next")}
 PROMPT = tiny.tokens(150)
@@ -92,6 +95,22 @@ def test_codes_are_entropy_coded_and_come_back(tokens: int, tmp_path: Path) -> N
     if tokens > 2000:  # tables pay: some channels of the keys are far wider than the others
         held = sum(a.nbytes for name, a in caches[0].arrays().items() if name.endswith(("words", "anchors")))
         assert sizes[True] < 0.99 * sizes[False] and sizes[False] < 0.95 * held * len(caches)
+
+
+def test_blocks_of_a_whole_prompt_are_coded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipe(_: Any, layer: LayerInfo) -> Recipe:
+        stream = Stream(TokenSymmetric(4, dim=layer.head_dim), prompt=TokenSymmetric(3, dim=layer.head_dim))
+        return Recipe(stream, stream, deferred=True)
+
+    monkeypatch.setattr(cachegen, "recipe", recipe)
+    model, file = MODELS["llama"], tmp_path / "prompt.safetensors"
+    caches = filled(model, CODED)
+    assert set(rest.symbols(caches[0])) == {f"{s}.{part}words" for s in "kv" for part in ("", "prompt.")}
+    assert "k.prompt.words" in caches[0].arrays()
+    save_cache(file, caches)
+    stored: Any = mx.load(str(file), format="safetensors")
+    assert sum(a.dtype == mx.uint8 for a in stored.values()) > len(caches)  # more than the headers
+    assert all(same_state(a, b) for a, b in zip(caches, load_cache(file, model), strict=True))
 
 
 def test_receipt_tells_encoded_bytes_from_entropy() -> None:
