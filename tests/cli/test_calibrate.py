@@ -79,6 +79,12 @@ def test_filters_are_written_and_used(model):
     assert result.stdout.startswith(f"wrote {model.out}: qfilters for 2 layers")
     assert f"store={model.out}" in result.stdout
     assert "query head" in result.stderr  # random weights: some heads have no direction
+    config = KVCacheConfig(method="qfilters", qfilters_budget=64, qfilters_min_retention=None, store=artifact)
+    caches = KVCacheBuilder.for_model(model.model, config)
+    model.model(tiny.tokens(100), cache=caches)
+    model.model(tiny.tokens(1), cache=caches)
+    assert [caches[i].describe()["rows"] for i in (1, 3)] == [64, 64]
+    assert "filters from the calibration artifact" in caches[1].describe()["notes"]
 
 
 def test_generate_and_serve_take_the_file_as_store(model):
