@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.fixture import GROUP, HEADS, fill, kept, new_cache
@@ -48,7 +50,7 @@ def test_remainders() -> None:
     assert rounded([0.5, 0.5, 2.0], 3) == [1, 0, 2]  # ties: the earlier layer
 
 
-def of_rank(rank: int, layers: int, **fields: object) -> CompressedKVCache:
+def of_rank(rank: int, layers: int, **fields: Any) -> CompressedKVCache:
     info = LayerInfo(head_dim=8, value_dim=8, kv_heads=HEADS, query_heads=HEADS * GROUP, rank=rank, n_layers=layers)
     return new_cache("pyramidkv", info, **fields)
 
@@ -89,7 +91,7 @@ def test_resolved_budget_and_capacity() -> None:
         ({"pyramid_resolved_budget": 70}, 70),
         ({"capacity": 100}, 100),  # no layer exceeds a hard cap
     ):
-        cache = CompressedKVCache(KVCacheConfig(method="pyramidkv", pyramid_budget=90, **fields), info)
+        cache = new_cache("pyramidkv", info, pyramid_budget=90, **fields)
         feed(cache, data, [399, 1])
         assert cache.positions.shape[-1] == rows
 

@@ -102,7 +102,8 @@ class Eviction:
         logits, ``budget`` overrides the policy's own.
         """
         budget = self.rows(offset) if budget is None else budget
-        excess = store.live - budget
+        held = store.live
+        excess = held - budget
         if excess <= 0:
             return 0
         if self.score is None:
@@ -124,7 +125,7 @@ class Eviction:
             store.keep(*select.top(score, positions, budget))
         else:
             store.keep(*self.select(store, score, budget))
-        return excess
+        return excess if self.ragged else held - store.live
 
     def _drop_one(self, store: Store, victim: mx.array, offset: int, budget: int) -> None:
         if self.merge is not None:
