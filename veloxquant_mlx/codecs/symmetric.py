@@ -28,8 +28,8 @@ class TokenSymmetric(Codec):
         self.layout = {"words": Axis(-2, 1), "scales": Axis(-1, 1)}
         self.symbols = {"words": Symbols(bits, per_channel)}
         self._table = lookup_table(np.arange(1 << bits) - self.top, bits)
-        # quantized_matmul works on levels below 1 in size, which no sum of float16 products can carry to infinity.
-        self._unit = 2.0 ** (1 - bits)
+        # quantized_matmul works on levels below 2 in size: neither they nor their scales carry float16 to infinity.
+        self._unit = 2.0 ** (2 - bits)
         self._group = next((g for g in reversed(NATIVE_GROUPS) if self.padded_dim % g == 0), None)
 
     def encode(self, x: mx.array) -> Codes:
@@ -71,7 +71,7 @@ class TokenSymmetric(Codec):
         return codes["scales"].astype(mx.float32)[..., None, :] * (1 / self._unit)
 
     def _product(self, x: mx.array, codes: Codes, transpose: bool) -> mx.array:
-        """``x`` times the levels ``(code - Q) * 2 ** (1 - bits)``, which are exact in float16."""
+        """``x`` times the levels ``(code - Q) * 2 ** (2 - bits)``, which are exact in float16."""
         assert self._group is not None
         work = compute_dtype(x.dtype)
         words = mx.contiguous(codes["words"])  # the CUDA back end refuses views with gaps (MLX 0.32.4)
