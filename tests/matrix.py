@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from tests.formulas_gear import gear
+from tests.formulas_zipcache import zipcache
 from tests.formulas_nestedkv import competing
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
@@ -202,6 +203,7 @@ ROWS = (
     ),
     Row("kitty", "kitty", kitty(64), {"residual_length": 64}, identity=95, channel_bits=2),
     Row("gear", "gear", gear(0.01), channel_bits=2, prompt_block=True),
+    Row("zipcache", "zipcache", zipcache(4, 2, 0.2), channel_bits=2, prompt_block=True, queries=True),
     Row("rvq-1", "turboquant_rvq", rvq(1), {"bit_width_inlier": 1}),
     Row("rvq-2", "turboquant_rvq", rvq(2), {"bit_width_inlier": 2}),
     Row("rvq-3", "turboquant_rvq", rvq(3), {"bit_width_inlier": 3}),

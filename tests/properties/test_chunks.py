@@ -64,4 +64,4 @@ def test_determinism(row: Row) -> None:
     for cache in (a, b, other):
         feed(cache, data, [149, 1])
     assert same_state(a, b)
-    assert same_state(a, other) == (row.method != "turboquant_rvq")  # only the rotation is random
+    assert same_state(a, other) == (row.method not in ("turboquant_rvq", "zipcache"))  # rotations, probes
