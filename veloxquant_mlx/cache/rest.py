@@ -45,6 +45,7 @@ def at_rest(cache: CompressedKVCache) -> AtRest:
         if kind is None:
             nbytes += array.nbytes
         else:
-            coded += entropy.encode_words(array, *kind).nbytes
-            bits += entropy.empirical_bits(entropy.channel_codes(array, kind.bits), kind.per_channel)
+            codes = entropy.channel_codes(array, kind.bits)
+            coded += len(entropy.encode_bytes(codes, kind.per_channel))
+            bits += entropy.empirical_bits(codes, kind.per_channel)
     return AtRest(nbytes + coded, coded, round(bits / 8))
