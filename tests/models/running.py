@@ -24,6 +24,7 @@ DROPPING = [row for row in FIRST.values() if row.drops]
 FINE: dict[str, dict[str, Any]] = {
     "kivi": {"bit_width_inlier": 8},
     "kitty": {"kitty_lo_bit": 8, "kitty_hi_bit": 8},
+    "gear": {"gear_bits": 8},
     "turboquant_rvq": {"bit_width_inlier": 4},
 }
 
