@@ -116,6 +116,14 @@ def test_filters_that_do_not_fit_are_refused(store: CalibrationArtifact, words: 
         cache_of(store=store)
 
 
+def test_filters_that_do_not_fit_are_refused_by_the_first_tokens() -> None:
+    """Where nobody said how many heads there are, the first tensors do."""
+    config = KVCacheConfig(method="qfilters", head_dim=8, store=artifact(mx.zeros((1, 8))))
+    cache = CompressedKVCache(config, LayerInfo(head_dim=8, value_dim=8))
+    with pytest.raises(QuantizerConfigError, match=r"\(1, 8\)"):
+        cache.update_and_fetch(fixture.DATA.k, fixture.DATA.v)
+
+
 def test_queries_of_the_prompt_decide_not_keys() -> None:
     """The same keys under queries that point the other way: the opposite half stays."""
     data, sets = tensors(48, (1, 2, 8, 8)), []
