@@ -257,8 +257,8 @@ def test_packed_rows(method: str, packing: dict[str, Any]) -> None:
 
     Packed keys are off by about 2 %, so that a few rows of close scores may be chosen otherwise: 9 of 10 must agree.
     """
-    name = f"{method}_budget"
-    layer, fields = LayerInfo(head_dim=64, value_dim=64), FOUR[method] | {name: 40}
+    layer = LayerInfo(head_dim=64, value_dim=64)
+    fields: dict[str, Any] = FOUR[method] | {f"{method}_budget": 40}
     config = KVCacheConfig(head_dim=64, **fields)
     plain = CompressedKVCache(config, layer)
     packed = CompressedKVCache(config, layer, KVCacheConfig(head_dim=64, **packing))
