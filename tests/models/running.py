@@ -25,6 +25,8 @@ FINE: dict[str, dict[str, Any]] = {
     "kivi": {"bit_width_inlier": 8},
     "kitty": {"kitty_lo_bit": 8, "kitty_hi_bit": 8},
     "gear": {"gear_bits": 8},
+    "kvquant": {"kvquant_bits": 5, "kvquant_outlier_fraction": 0.4},
+    "skvq": {"skvq_bits_key": 8, "skvq_bits_value": 8},
     "turboquant_rvq": {"bit_width_inlier": 4},
 }
 
@@ -32,6 +34,16 @@ FINE: dict[str, dict[str, Any]] = {
 def fine(row: Row) -> dict[str, Any]:
     """Settings of many bits for the method of ``row``, where it has any."""
     return FINE.get(row.method, {})
+
+
+def tolerance(row: Row) -> float:
+    """How far logits may be off once tokens were taken back and others came, with ``fine`` settings.
+
+    Where tokens wait in a window or a block, some that would wait again stay encoded: half a step of many bits, 0.2 %
+    of a range, in logits of order one. Where every token is encoded at once: float32 sums.
+    """
+    recipe = row.cache()._recipe
+    return 0.02 if any(s.window or s.chunk > 1 for s in (recipe.keys, recipe.values)) else 1e-5
 
 
 def config(row: Row, **fields: Any) -> KVCacheConfig:

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache, load_prompt_cache, make_prompt_c
 
 from tests.matrix import IDS, ROWS, Row, same_state
 from tests.models import tiny
-from tests.models.running import FIRST, caches_of, decode, fine, greedy, prefill, token_list
+from tests.models.running import FIRST, caches_of, decode, fine, greedy, prefill, token_list, tolerance
 
 PROMPT = 150
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,19 +115,14 @@ def test_prompt_store_with_a_shorter_prompt(row: Row, llama: Any) -> None:
 @pytest.mark.parametrize("row", [r for r in FIRST.values() if not r.drops], ids=lambda r: r.id)
 @pytest.mark.parametrize("n", [1, 20, 60])
 def test_trim_and_regrow(row: Row, n: int, llama: Any) -> None:
-    """Trimmed and fed the same tokens again: the same logits.
-
-    Token-wise codes are cut without loss (float32 sums: 1e-5). Per channel, rows of a cut block are decoded and later
-    encoded again, and values that left the window stay encoded: half a step more of 8 bits, 0.2 % of a range, in
-    logits of order one.
-    """
+    """Trimmed and fed the same tokens again: the same logits."""
     caches = caches_of(llama, row, **fine(row))
     prefill(llama, caches, tiny.tokens(PROMPT), 64)
     more = tiny.tokens(n, seed=1)
     first = decode(llama, caches, more)
     assert [c.trim(n) for c in caches] == [n, n] and {c.offset for c in caches} == {PROMPT}
     again = decode(llama, caches, more)
-    np.testing.assert_allclose(again, first, atol=0.02 if row.channel_bits else 1e-5)
+    np.testing.assert_allclose(again, first, atol=tolerance(row))
 
 
 # ---------------------------------------------------------------------------------------------------------- memory
