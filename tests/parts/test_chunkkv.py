@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -35,7 +36,7 @@ def numbers(x: mx.array) -> list[int]:
     return np.array(x).tolist()
 
 
-def cache(budget: int, size: int = 8, sinks: int = 4, **fields: object) -> CompressedKVCache:
+def cache(budget: int, size: int = 8, sinks: int = 4, **fields: Any) -> CompressedKVCache:
     """Of the fixture."""
     return new_cache("chunkkv", chunkkv_budget=budget, chunkkv_chunk_size=size, chunkkv_n_sink=sinks, **fields)
 

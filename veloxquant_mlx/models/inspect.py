@@ -44,8 +44,8 @@ class Slot:
 
     ``native`` is the cache that the model itself makes here. ``layer`` describes a slot that gets compressed; where it
     is None, ``reason`` says in plain words why. ``attention`` is the attention module that reads the slot, None for
-    recurrent state. ``hooked``: real queries reach the cache; False: the layer attends by itself over decoded
-    arrays; None: could not be tested.
+    recurrent state, and ``block`` the decoder block that it is in. ``hooked``: real queries reach the cache; False: the
+    layer attends by itself over decoded arrays; None: could not be tested.
     """
 
     index: int
@@ -54,6 +54,7 @@ class Slot:
     attention: Any = None
     reason: str = ""
     hooked: bool | None = None
+    block: Any = None
 
 
 def cache_slots(model: Any) -> list[Slot]:
@@ -86,8 +87,13 @@ def cache_slots(model: Any) -> list[Slot]:
             shared=shared,
             batches=seen.batches,
         )
-        slots.append(Slot(index, native, info, attention, "", seen.hooked))
+        slots.append(Slot(index, native, info, attention, "", seen.hooked, layer))
     return _ranked(slots)
+
+
+def hidden_size(model: Any) -> int | None:
+    """The width of the model's hidden states, as configured."""
+    return _first(_args(model), *_WIDTH)
 
 
 def _ranked(slots: list[Slot]) -> list[Slot]:
