@@ -444,7 +444,7 @@ class CompressedKVCache(_Base):
             shape = (k.batch, k.heads, self.offset)
             return KVHandle(self, "k", (*shape, k.dim), k.dtype), KVHandle(self, "v", (*shape, v.dim), v.dtype)
         keys, values = mx.depends(list(arrays or self.materialize()), list(self.arrays().values()))
-        if self._store.holes:
+        if self._store.holes and self._mode is Mode.ARRAY:  # while it learns, attention may still come back
             raise CacheStateError(
                 "the sequences in this cache keep different numbers of rows, which this model's own attention code "
                 "cannot be told. Run them one by one."
