@@ -63,13 +63,12 @@ def allocate(
     err: Console,
 ) -> None:
     """Print a list of bits for ``average`` bits and what it should gain; with ``check``, what it does."""
-    from ..calibrate import bit_fields, divergences, layer_sensitivity
+    from ..calibrate import bit_fields, divergences, layer_sensitivity, sequences_of
 
-    words, wanted = read_text(text), tokens or BITS_TOKENS
+    words = read_text(text)
     with err.status(f"loading {name}"):
         model, tokenizer = load(name)
-    ids = list(tokenizer.encode(words))
-    used, rest = ids[:wanted], ids[wanted : 2 * wanted]
+    used, *rest = sequences_of(tokenizer, words, tokens or BITS_TOKENS, most=2) or [[]]
     with _bar(err, f"measuring {config.method} on {len(used)} tokens") as tell:
         found = layer_sensitivity(model, used, config, choices=choices, progress=tell)
     bits, blind = found.allocate(average), found.blind(average)
@@ -84,8 +83,7 @@ def allocate(
         "expected_kl_uniform": found.predict(blind),
     }
     if check:
-        unseen = 2 * len(rest) >= wanted  # otherwise there is too little of it
-        judged = rest if unseen else used
+        judged, unseen = (rest or [used])[0], bool(rest)
         with _bar(err, f"checking on {len(judged)} {'other' if unseen else 'of the same'} tokens") as tell:
             lists = [found.full(bits), found.full(blind)]
             kl, kl_blind = divergences(model, judged, config, lists, progress=tell)
