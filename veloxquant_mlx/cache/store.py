@@ -91,7 +91,7 @@ class Store:
 
         Where ``valid`` (same shape) is False, the row is padding: its head keeps fewer rows than others.
         """
-        positions = self.positions_or_range()
+        positions, self.vacant, self.dead = self.positions_or_range(), None, 0  # what was dropped is not named
         self.keys.keep(index)
         self.values.keep(index)
         self.positions = _gather(positions, index)
