@@ -136,7 +136,8 @@ def test_decoding_holds_no_more_than_it_says(row: Row, llama: Any) -> None:
 
     A chain of unevaluated small arrays would pin at least one 4-byte buffer per step, layer and array, and the
     inputs of the step with it: 200 steps x 2 layers x 2 tensors x 2 heads x 16 numbers x 4 bytes = 102 KB of rows
-    where bounded methods grow by nothing.
+    where bounded methods grow by nothing. The allocator hands out used buffers that are larger than what was asked
+    for: 20 KB up and down over 600 steps, without a trend.
     """
     caches = caches_of(llama, row)
     prefill(llama, caches, tiny.tokens(PROMPT), 64)
@@ -145,7 +146,7 @@ def test_decoding_holds_no_more_than_it_says(row: Row, llama: Any) -> None:
     run(llama, caches, STEPS)
     unsettled = settled()
     growth = sum(c.nbytes for c in caches) - held
-    assert unsettled - active <= growth + 16384
+    assert unsettled - active <= growth + 32768
     if row.method == "streaming_llm":
         assert growth == 0
     mx.eval([c.state for c in caches])
