@@ -36,6 +36,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
     ("kitty, 2 and 4 bits", {"method": "kitty"}),
     ("gear, 2 bits", {"method": "gear"}),
+    ("zipcache, 4 and 2 bits", {"method": "zipcache"}),
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
     ("cachegen, 4 bits at first", {"method": "cachegen"}),

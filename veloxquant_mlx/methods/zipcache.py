@@ -71,5 +71,5 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
         keys=Stream(later, prompt=prompt, chunk=segment),
         values=values,
         deferred=True,
-        guide=ProbeSaliency(seed=config.seed),
+        guide=ProbeSaliency(seed=config.seed - layer.index),  # the same probes in all layers
     )

@@ -110,7 +110,7 @@ class ProbeSaliency(Guide):
 
     def _drawn(self, start: int, stop: int) -> np.ndarray:
         """Positions from ``start`` to ``stop`` that are drawn: a hash of seed and position (splitmix64) says which."""
-        x = np.arange(start, stop, dtype=np.uint64) + np.uint64(1 + (self.seed << 32) % (1 << 64))
+        x = np.arange(start, stop, dtype=np.uint64) + np.uint64((self.seed * 0xD1B54A32D192ED03 + 1) % 2**64)
         x *= np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
