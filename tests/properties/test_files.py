@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from dataclasses import replace
@@ -136,7 +137,7 @@ def test_files_of_before_entropy_coding_are_read(tmp_path: Path, monkeypatch: py
     caches = filled(model, ROWS[0])
     plain = json.dumps
     with monkeypatch.context() as patch:
-        patch.setattr(files.json, "dumps", lambda x: plain(x).replace(', "coded": {}', ""))
+        patch.setattr(json, "dumps", lambda x: plain(x).replace(', "coded": {}', ""))
         save_cache(file, caches)
     assert b"coded" not in file.read_bytes()
     assert all(same_state(a, b) for a, b in zip(caches, load_cache(file, model), strict=True))
@@ -198,7 +199,7 @@ def test_bit_flips_anywhere(tmp_path: Path) -> None:
 def test_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = MODELS["llama"], tmp_path / "prompt.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(files, "FORMAT", 99)
+        patch.setattr(files, "FILE", dataclasses.replace(files.FILE, version=99))
         save_cache(file, filled(model, ROWS[0]))
     with pytest.raises(CacheStateError, match="format 99; this version reads 1"):
         load_cache(file, model)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_cache
 
+from ..artifacts.sealed import Kind, raw_bytes
 from ..codecs import entropy
 from ..codecs.base import Symbols
 from ..core.exceptions import CacheStateError
@@ -23,9 +21,8 @@ from ..models.rope import Rotation
 from . import rest
 from .layer import CompressedKVCache
 
-FORMAT = 1
 AGAIN = "Make the cache again from the prompt."
-_KEY, _SUM = "veloxquant_mlx", "sha256"
+FILE = Kind("veloxquant_mlx", 1, "veloxquant_mlx.save_cache", CacheStateError, AGAIN)
 _NAMES = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
 
 
@@ -61,16 +58,7 @@ def save_cache(path: str | Path, caches: Sequence[Any], model: Any = None) -> No
             else:
                 arrays[f"{i}.{key}"] = leaf
         layers.append({"class": name, "scalars": scalars, "coded": coded})
-    header = json.dumps({"format": FORMAT, "layers": layers, "weights": None if model is None else fingerprint(model)})
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".safetensors")
-    os.close(handle)
-    try:
-        mx.save_safetensors(temporary, arrays, {_KEY: header, _SUM: _checksum(header, arrays)})
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    FILE.write(path, {"layers": layers, "weights": None if model is None else fingerprint(model)}, arrays)
 
 
 def load_cache(path: str | Path, model: Any) -> list[Any]:
@@ -79,7 +67,9 @@ def load_cache(path: str | Path, model: Any) -> list[Any]:
     Raises FileNotFoundError where there is no file, and CacheStateError, with nothing loaded, for a file that is
     damaged, truncated, from elsewhere, from a newer version, or made with another model.
     """
-    arrays, header = _read(Path(path))
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no cache file {path}")
+    header, arrays = FILE.read(path)
     weights = header["weights"]
     if weights is not None and weights != fingerprint(model):
         raise CacheStateError(f"{path} was made with other weights than this {type(model).__name__}'s. {AGAIN}")
@@ -111,7 +101,7 @@ def fingerprint(model: Any) -> str:
     weights: Any = tree_flatten(model.parameters())
     for name, weight in sorted(weights):
         digest.update(f"{name} {weight.shape} {weight.dtype}".encode())
-        digest.update(_bytes(weight.reshape(-1)[:8]))
+        digest.update(raw_bytes(weight.reshape(-1)[:8]))
     return digest.hexdigest()
 
 
@@ -142,36 +132,3 @@ def _check_layer(path: str | Path, i: int, cache: CompressedKVCache, slot: Slot)
         and not np.allclose(fed.rope.rate, now.rope.rate)
     ):
         raise CacheStateError(f"{path}: cache {i} was fed by a layer whose positions turn at another rate. {AGAIN}")
-
-
-def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no cache file {path}")
-    try:
-        loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
-        arrays, metadata = loaded
-    except (RuntimeError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        raise CacheStateError(f"{path} cannot be read as a safetensors file; it may be truncated. {AGAIN}") from error
-    if _KEY not in metadata:
-        raise CacheStateError(f"{path} was not written by veloxquant_mlx.save_cache. {AGAIN}")
-    if metadata.get(_SUM) != _checksum(metadata[_KEY], arrays):
-        raise CacheStateError(f"{path} is damaged: its checksum does not match. {AGAIN}")
-    header = json.loads(metadata[_KEY])
-    if header["format"] != FORMAT:
-        raise CacheStateError(
-            f"{path} has format {header['format']}; this version reads {FORMAT}. Use the version that wrote it."
-        )
-    return arrays, header
-
-
-def _checksum(header: str, arrays: dict[str, mx.array]) -> str:
-    digest = hashlib.sha256(header.encode())
-    for name in sorted(arrays):
-        array = arrays[name]
-        digest.update(f"{name} {array.shape} {array.dtype}".encode())
-        digest.update(_bytes(array))
-    return digest.hexdigest()
-
-
-def _bytes(array: mx.array) -> bytes:
-    return np.array(mx.contiguous(array).reshape(-1).view(mx.uint8)).tobytes() if array.size else b""
