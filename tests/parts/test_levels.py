@@ -65,6 +65,17 @@ def test_distortion_is_that_of_samples():
     assert error == pytest.approx(distortion(levels, 16), rel=0.02)  # 320,000 samples
 
 
+@pytest.mark.parametrize("bits", [1, 3, 6, 8])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 16, 96])
+def test_levels_of_small_spheres(dim, bits):
+    levels = lloyd_max(bits, dim)
+    assert np.abs(levels).max() <= np.sqrt(dim) and np.array_equal(levels, -levels[::-1])
+    if dim > 1:
+        assert distortion(levels, dim) <= distortion(lloyd_max(bits), dim)  # better than normal levels there
+    if dim == 3:  # its coordinates are uniform, of variance 1
+        assert distortion(levels, dim) == pytest.approx(4.0**-bits, rel=1e-6)
+
+
 @pytest.mark.parametrize("bits, most", [(1, 0.11748), (2, 0.01141), (3, 0.00108), (4, 0.00010)])
 def test_joint_stages_beat_greedy_stages(bits, most):
     first, second = residual_levels(bits)
@@ -84,7 +95,7 @@ def test_one_bit_stages_are_the_two_bit_codebook():
 
 
 @pytest.mark.parametrize("call", [
-    lambda: lloyd_max(0), lambda: lloyd_max(9), lambda: lloyd_max(True), lambda: lloyd_max(2, 3),
+    lambda: lloyd_max(0), lambda: lloyd_max(9), lambda: lloyd_max(True), lambda: lloyd_max(2, 0),
     lambda: residual_levels(5), lambda: residual_levels(0),
 ])  # fmt: skip
 def test_bad_settings_are_refused(call):

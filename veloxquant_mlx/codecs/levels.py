@@ -22,14 +22,17 @@ def _cells(edges: np.ndarray, dim: int | None) -> tuple[np.ndarray, np.ndarray, 
     """
     if dim is None:
         density = np.exp(-edges * edges / 2) / np.sqrt(2 * np.pi)
-        below, tail = special.ndtr(edges), density
+        below, above, tail = special.ndtr(edges), special.ndtr(-edges), density
     else:
         u, a = edges / np.sqrt(dim), (dim - 1) / 2
         inside = np.clip(1 - u * u, 0, None)
         front = np.exp(special.gammaln(dim / 2) - special.gammaln(a)) / np.sqrt(np.pi)
         density = front * inside ** (a - 1) / np.sqrt(dim)
-        below, tail = special.betainc(a, a, np.clip((1 + u) / 2, 0, 1)), np.sqrt(dim) * front / (2 * a) * inside**a
-    mass = np.diff(below, prepend=0.0, append=1.0)
+        below, above = (special.betainc(a, a, np.clip((1 + side) / 2, 0, 1)) for side in (u, -u))
+        tail = np.sqrt(dim) * front / (2 * a) * inside**a
+    # The mass of a cell on the right is told from the right end: differences of numbers near one have few digits.
+    right = np.append(False, edges > 0)
+    mass = np.where(right, -np.diff(above, prepend=1.0, append=0.0), np.diff(below, prepend=0.0, append=1.0))
     moment = -np.diff(tail, prepend=0.0, append=0.0)
     return mass, moment, density
 
@@ -44,10 +47,14 @@ def distortion(levels: np.ndarray, dim: int | None = None) -> float:
 @cache
 def _lloyd_max(bits: int, dim: int | None) -> np.ndarray:
     count = 1 << bits
-    # Best point density f^(1/3): the normal quantiles, stretched by sqrt(3).
-    levels = np.sqrt(3) * special.ndtri((np.arange(count) + 0.5) / count)
-    if dim is not None:  # the sphere ends at sqrt(dim)
-        levels *= min(1.0, 0.98 * np.sqrt(dim) / levels[-1])
+    if dim == 1:  # the sphere is two points
+        return np.arange(1 - count, count, 2) / (count - 1)
+    # Best point density f^(1/3): the quantiles of a normal stretched by sqrt(3), or of another beta.
+    even = (np.arange(count) + 0.5) / count
+    if dim is None:
+        levels = np.sqrt(3) * special.ndtri(even)
+    else:
+        levels = np.sqrt(dim) * (2 * special.betaincinv((dim + 3) / 6, (dim + 3) / 6, even) - 1)
     for _ in range(1000):
         edges = (levels[1:] + levels[:-1]) / 2
         mass, moment, density = _cells(edges, dim)
@@ -57,8 +64,11 @@ def _lloyd_max(bits: int, dim: int | None) -> np.ndarray:
         bands = np.array([np.append(0, -pull), diagonal, np.append(-pull, 0)])
         update = levels - linalg.solve_banded((1, 1), bands, mass * levels - moment)
         update = (update - update[::-1]) / 2
-        if np.diff(update).min() <= 0 or distortion(update, dim) > distortion(levels, dim) + 1e-15:
-            update = moment / mass  # too far away for Newton: Lloyd's step never makes it worse
+        inside = np.diff(update).min() > 0 and (dim is None or update[-1] ** 2 < dim)
+        if not inside or distortion(update, dim) > distortion(levels, dim) + 1e-15:
+            # Too far away for Newton: Lloyd's step never makes it worse.
+            update = moment / mass
+            update = (update - update[::-1]) / 2
         change, levels = np.abs(update - levels).max(), update
         if change < 1e-12:
             break
@@ -73,8 +83,8 @@ def lloyd_max(bits: int, dim: int | None = None) -> np.ndarray:
     2504.19874). The array is shared and read-only.
     """
     _check(bits, 8)
-    if dim is not None and dim < 8:
-        raise QuantizerConfigError(f"dim={dim!r}: sphere levels need a dimension of at least 8; leave dim=None")
+    if dim is not None and (not is_int(dim) or dim < 1):
+        raise QuantizerConfigError(f"dim={dim!r}: sphere levels need a dimension of at least 1, or None")
     return _lloyd_max(bits, dim)
 
 
