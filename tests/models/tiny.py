@@ -355,9 +355,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build(name: str, seed: int = 0) -> Any:
-    """The model ``name`` of CONFIGS. Vectors (norm weights, biases, sinks) are random too, so that nothing hides."""
+def build(name: str, seed: int = 0, **changes: Any) -> Any:
+    """The model ``name`` of CONFIGS, some arguments changed.
+
+    Vectors (norm weights, biases, sinks) are random too, so that nothing hides.
+    """
     module, arguments = CONFIGS[name]
+    arguments = arguments | changes
     library = importlib.import_module(f"mlx_lm.models.{module}")
     mx.random.seed(seed)
     model: nn.Module = library.Model(library.ModelArgs.from_dict({"model_type": module, **copy.deepcopy(arguments)}))

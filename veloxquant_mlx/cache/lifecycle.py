@@ -47,7 +47,10 @@ class Lifecycle:
 
     def attended(self, queries: mx.array, scale: float, sinks: mx.array | None) -> None:
         """Note one attention over the update: ``queries`` ``(B, Hq, L, D)`` and learned sink logits ``(Hq,)``."""
-        if self.new and ((self.eviction is not None and self.eviction.watches) or self.guide is not None):
+        # Where layers share rows, those of the layer that brought them count: the others do not come here in the first
+        # call, and what is kept must not depend on the length of that.
+        known = self.queries is not None
+        if self.new and not known and ((self.eviction is not None and self.eviction.watches) or self.guide is not None):
             self.queries, self.scale, self.sinks = queries, scale, sinks
 
     def settle(self, store: Store, offset: int) -> None:
@@ -88,10 +91,12 @@ class Lifecycle:
         assert self.eviction is not None
         begun = self.reporter.begin(store)
         dropped = self.eviction.drop(store, offset, prompt, self.scale, self.sinks, self.budget)
+        if dropped and self.capacity is None and not self.eviction.bounded and not self.eviction.per_step:
+            self.eviction.forget(store)
+        if prompt and self.eviction.retrieval is not None:
+            self.eviction.retrieval.prepare(store, offset)
         if not dropped:
             return
-        if self.capacity is None and not self.eviction.bounded and not self.eviction.per_step:
-            self.eviction.forget(store)
         if prompt and not self.eviction.bounded:
             # A prompt's rows are many: what is dropped is freed now, not when somebody next looks at what stays.
             mx.eval(list(store.arrays().values()))

@@ -143,7 +143,9 @@ def _branch(block: Any, attention: Any, width: int | None) -> Branch:
     quiet = {n: _silence for n in children if n != name and n not in norms}
     ear, original = _Ear(attention), inspect.unwrap(type(block).__call__)
     x = mx.random.normal((1, 4, width), key=mx.random.key(0)).astype(_float_dtype(block))
-    close = 4 * mx.finfo(x.dtype).eps  # sums of two rounded numbers, rounded
+    close = max(
+        4 * mx.finfo(x.dtype).eps, 1e-5
+    )  # sums of two rounded numbers, rounded; their factor is found in float32
     try:
         out = original(_with(block, quiet | {name: ear}), x, **_nothing(original))
         out = out[0] if isinstance(out, tuple) else out
