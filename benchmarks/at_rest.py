@@ -64,7 +64,7 @@ def main(prompt: int, scored: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", type=int, default=1300)
+    parser.add_argument("--prompt", type=int, default=1000)
     parser.add_argument("--scored", type=int, default=32)
     options = parser.parse_args()
     main(options.prompt, options.scored)

@@ -2,9 +2,12 @@
 
 Paper: Liu et al., "CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024,
 arXiv:2310.07240. In memory codes keep a fixed width, which attention reads; cache files hold them entropy coded.
-Uncertain: group length, anchor bits and bin widths of the paper (its code has no differences at all). Differences pay
-only where neighbouring tokens are much alike (correlation above about 0.9). Scales per token and head, layer groups of
-one bit less each, and frequency tables that go with the codes are our choices.
+Uncertain: group length, anchor bits and bin widths of the paper (its code has no differences at all). Scales per token
+and head, layer groups of one bit less each, and frequency tables that go with the codes are our choices.
+
+Differences pay only where the tokens of a group are much alike (correlation above about 0.9 at equal step). On
+SmolLM2-135M they do: 3.75 bits per number at rest for a KL of 0.011, where tokens alone need 3.96 for 0.021; fewer bits
+in later layers do not: 0.44 against 0.14 at 3.49 bits held (``benchmarks/at_rest.py`` measures both).
 """
 
 from __future__ import annotations
