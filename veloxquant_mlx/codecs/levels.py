@@ -25,7 +25,7 @@ def _cells(edges: np.ndarray, dim: int | None) -> tuple[np.ndarray, np.ndarray, 
         below, above, tail = special.ndtr(edges), special.ndtr(-edges), density
     else:
         u, a = edges / np.sqrt(dim), (dim - 1) / 2
-        inside = np.clip(1 - u * u, 0, None)
+        inside = np.clip(1 - u * u, 1e-300, None)
         front = np.exp(special.gammaln(dim / 2) - special.gammaln(a)) / np.sqrt(np.pi)
         density = front * inside ** (a - 1) / np.sqrt(dim)
         below, above = (special.betainc(a, a, np.clip((1 + side) / 2, 0, 1)) for side in (u, -u))
