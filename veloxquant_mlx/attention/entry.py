@@ -24,6 +24,7 @@ class Path(str, Enum):
 
     FUSED = "mlx fused attention on float rows"
     RETRIEVED = "mlx fused attention on the rows retrieved"
+    SHUT = "over all rows, those not retrieved shut out"
     PACKED = "on packed data"
     BLOCKWISE = "on packed data, block by block"
     REFERENCE = "float32 reference on decoded rows"
@@ -57,11 +58,12 @@ def attention(
         if compute is not None:
             x, keys, values = (a.astype(compute) for a in (q, keys, values))
         out = mx.fast.scaled_dot_product_attention(x, keys, values, scale=scale, mask=mask, sinks=sinks)
-        return out.astype(q.dtype), Path.RETRIEVED if read else Path.FUSED
+        return out.astype(q.dtype), Path.RETRIEVED if read else Path.FUSED if chosen is None else Path.SHUT
     x = q.astype(compute or compute_dtype(q.dtype))
+    packed = Path.PACKED if chosen is None else Path.SHUT
     # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
     if q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]:
-        return _packed(store, x, scale, mask, sinks, key_view).astype(q.dtype), Path.PACKED
+        return _packed(store, x, scale, mask, sinks, key_view).astype(q.dtype), packed
     return blockwise.attention(store, x, scale, mask, sinks, key_view).astype(q.dtype), Path.BLOCKWISE
 
 

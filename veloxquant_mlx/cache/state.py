@@ -46,6 +46,7 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
         "budget": cache._life.budget,
         "unchecked": None if pending is None else pending[0],
         "rows": cache._store.counts(),
+        "numbers": cache._store.numbers,
         "kind": [(s.batch, s.heads, s.dim, _dtype_name(s.dtype)) for s in (cache._store.keys, cache._store.values)],
         "names": list(arrays),
     }
@@ -79,6 +80,7 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     store = cache._store
     store.set_arrays(held)
     store.set_counts(header["rows"])
+    store.numbers = header["numbers"]
     for stream, (batch, heads, dim, dtype) in zip((store.keys, store.values), header["kind"], strict=True):
         stream.batch, stream.heads, stream.dim, stream.dtype = batch, heads, dim, getattr(mx, dtype)
 

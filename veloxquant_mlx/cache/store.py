@@ -14,7 +14,8 @@ class Store:
     """Keys, values and positions of one layer, and the auxiliary arrays of its policy.
 
     ``row_aux`` holds arrays ``(B, H, m)`` that belong to the newest ``m`` rows: new rows get zeros, and rows that are
-    dropped take their entries along. ``aux`` holds whatever else a policy remembers.
+    dropped take their entries along. ``aux`` holds whatever else a policy remembers, ``numbers`` the plain ints among
+    that, which are read without waiting for the device.
 
     A row whose position is -1 is a hole: the padding of a head that keeps fewer rows than others, or a row that was
     dropped and not yet cleared away. Attention must not see holes (``holes`` says that there may be some). One more
@@ -29,6 +30,7 @@ class Store:
         self.holes = False
         self.dead = 0  # rows per head that were dropped and are still there, the vacant slot left out
         self.aux: dict[str, mx.array] = {}
+        self.numbers: dict[str, int] = {}
         self.row_aux: dict[str, mx.array] = {}
 
     @property
@@ -176,6 +178,7 @@ class Store:
             mine.dtype, mine.batch, mine.heads, mine.dim = theirs.dtype, theirs.batch, theirs.heads, theirs.dim
         self.set_arrays({name: mx.array(a) for name, a in other.arrays().items()})
         self.set_counts(other.counts())
+        self.numbers = dict(other.numbers)
 
     def counts(self) -> list[int]:
         """What the arrays' shapes alone do not tell: rows per part, dropped rows, whether there are holes."""

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..codecs.base import TILE, Codec, Codes, GuidedCodec, after, cast, compute_dtype, take_rows
 from ..core.types import Stream
+from .added import Added
 
 # Buffers grow by this many rows, so that appending one token is one small write. Held and counted in nbytes.
 GROW = 64
@@ -59,7 +60,7 @@ class Rows:
             self.data = _padded([x], _round_up(self.n, self.step) - self.n)
 
     def put(self, x: mx.array, slot: mx.array) -> None:
-        """Overwrite one row per head: ``x`` ``(B, H, 1, D)`` at ``slot`` ``(B | 1, H | 1, 1)``."""
+        """Overwrite rows: ``x`` ``(B, H, m, D)`` at ``slot`` ``(B | 1, H | 1, m)``."""
         assert self.data is not None
         index = mx.broadcast_to(slot[..., None], x.shape)
         self.data = mx.put_along_axis(self.data, index, x.astype(self.data.dtype), axis=2)
@@ -166,6 +167,7 @@ class StreamStore:
         self.sinks, self.tail = Rows(), Rows(GROW if spec.codec is None and not spec.bounded else 1)
         self.prompt = Block(spec.prompt) if spec.prompt is not None else None
         self.packed = Packed(spec.codec) if spec.codec is not None else None
+        self.added = Added()
         # Of the rows as they came; known from the first append on.
         self.dtype, self.batch, self.heads, self.dim = mx.float32, 0, 0, 0
 
@@ -262,7 +264,7 @@ class StreamStore:
                 rows = _slice(part, a, b) if isinstance(part, Rows) else self._decoded(part, a, b, at, dtype, done)
                 parts.append(rows if dtype is None else rows.astype(dtype))
             at += part.n
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        return self.added.to_rows(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2), start)
 
     def _decoded(
         self,
@@ -299,7 +301,7 @@ class StreamStore:
             at += part.n
         if (tail := self.tail.view()) is not None:
             parts.append(q @ tail.astype(q.dtype).swapaxes(-1, -2))
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        return self.added.to_scores(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1), q)
 
     def _turned_scores(self, part: Block | Packed, q: mx.array, at: int) -> list[mx.array]:
         """Scores of a sealed part whose rows must be turned before they meet the queries, tile by tile."""
@@ -326,7 +328,7 @@ class StreamStore:
         out = parts[0]
         for part in parts[1:]:
             out = out + part
-        return out
+        return self.added.to_mix(out, p)
 
     # ------------------------------------------------------------------------------------------------------ dropping
 
@@ -360,6 +362,17 @@ class StreamStore:
         assert self.n == self.tail.n, "slots are reused only among float rows"
         self.tail.put(x, slot)
 
+    def add(self, index: mx.array, delta: mx.array) -> None:
+        """Add float32 ``delta`` ``(B, H, m, D)`` to rows ``index`` ``(B | 1, H | 1, m)``.
+
+        Where rows are held as codes, what was added before to other rows than these is forgotten (``cache.added``).
+        """
+        rows = self.tail.view()
+        if rows is not None and self.n == self.tail.n:
+            self.tail.put(take_rows(rows, index).astype(mx.float32) + delta, index)
+        else:
+            self.added.put(index, delta)
+
     def keep(self, index: mx.array) -> None:
         """Keep the rows that ``index`` ``(B | 1, H | 1, m)`` names, in that order.
 
@@ -378,6 +391,7 @@ class StreamStore:
                 part.n, part.codes = 0, {}
             self.sinks.replace(None)
             self.tail.replace(rows)
+            self.added.clear()
             return
         assert self.packed is not None
         a = min(self.spec.sinks, m)
@@ -385,6 +399,7 @@ class StreamStore:
         sinks, tail = self._mixed(codes, index[..., :a]), self._mixed(codes, index[..., b:])
         kept = self.packed.codec.take(codes, index[..., a:b])
         assert kept is not None
+        self.added.move(index, self.n)
         self.packed.replace(kept, b - a)
         self.sinks.replace(sinks)
         self.tail.replace(tail)
@@ -439,6 +454,8 @@ class StreamStore:
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
         out = {name: rows.data for name, rows in (("sinks", self.sinks), ("tail", self.tail)) if rows.data is not None}
+        if self.added.at is not None and self.added.rows is not None:
+            out |= {"added.at": self.added.at, "added.rows": self.added.rows}
         if self.prompt is not None:
             out |= {f"prompt.{name}": a for name, a in self.prompt.codes.items()}
         if self.packed is not None:
@@ -450,6 +467,8 @@ class StreamStore:
         kind, _, field = name.partition(".")
         if name in ("sinks", "tail"):
             getattr(self, name).data = array
+        elif kind == "added":
+            setattr(self.added, field, array)
         elif kind == "prompt":
             assert self.prompt is not None
             self.prompt.codes[field] = array

@@ -41,7 +41,11 @@ class Merge(Protocol):
 
 
 class Retrieval(Protocol):
-    """Attention over some of the rows held."""
+    """Attention of decoded tokens over some of the rows held."""
+
+    def prepare(self, store: Store, offset: int) -> None:
+        """A prompt has ended, ``offset`` tokens were seen, and the rows that stay are chosen but not yet packed."""
+        ...
 
     def select(self, store: Store, q: mx.array, scale: float) -> mx.array | None:
         """Rows ``(B, H, k)`` that queries ``q`` ``(B, Hq, 1, D)`` attend to; None for all."""

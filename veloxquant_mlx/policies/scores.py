@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Step(NamedTuple):
     """One attention: queries ``(B, Hq, L, D)`` exactly as it got them, its scale and learned sink logits ``(Hq,)``.
 
-    ``offset`` is the number of tokens seen: query i of L stands at position ``offset - L + i``. ``prompt`` says that the
-    queries are those of a prompt, its last token included.
+    ``offset`` is the number of tokens seen: query i of L stands at position ``offset - L + i``. ``prompt`` says that
+    the queries are those of a prompt, its last token included.
     """
 
     queries: mx.array
@@ -108,5 +108,9 @@ def pool(x: mx.array, kernel: int, how: Literal["mean", "max"]) -> mx.array:
     half, n = kernel // 2, x.shape[-1]
     fill = 0.0 if how == "mean" else -mx.inf
     padded = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(half, half)], constant_values=fill)
-    shifted = mx.stack([padded[..., i : i + n] for i in range(kernel)])
-    return shifted.mean(axis=0) if how == "mean" else shifted.max(axis=0)
+    if how == "mean":
+        return mx.stack([padded[..., i : i + n] for i in range(kernel)]).mean(axis=0)
+    span = 1
+    while 2 * span <= kernel:  # maxima over 2, 4, 8 ... neighbours: a wide kernel needs no copy per neighbour
+        padded, span = mx.maximum(padded[..., :-span], padded[..., span:]), 2 * span
+    return mx.maximum(padded[..., :n], padded[..., kernel - span :])
