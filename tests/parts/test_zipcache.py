@@ -89,6 +89,7 @@ def test_planted_token_is_in_the_high_tier() -> None:
     cache = ROW.cache()
     feed(cache, Tensors(q, k, data.v), [299, 1])
     for stream in (cache._store.keys, cache._store.values):
+        assert stream.prompt is not None
         bits = unpack(stream.prompt.codes["tiers"], 1)
         assert mx.all(bits[..., place] == 1)
 
@@ -209,7 +210,9 @@ def test_decoded_tokens_are_sealed_by_segments() -> None:
         sealed.append(cache._store.keys.n_sealed)
     assert sealed == [100] * 159 + [260] * 160 + [420] * 11
     assert cache._store.values.n_sealed == 420
-    bits = np.array(unpack(cache._store.keys.packed.view()["tiers"], 1)).reshape(2, 2, 160)
+    packed = cache._store.keys.packed
+    assert packed is not None
+    bits = np.array(unpack(packed.view()["tiers"], 1)).reshape(2, 2, 160)
     assert (bits.sum(-1) == 32).all()
 
 

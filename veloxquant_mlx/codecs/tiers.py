@@ -144,13 +144,15 @@ class TieredKeys(_Tiers):
         super().__init__(bits, fraction, segment)
         self.group = group
         self._whole = [ChannelAffine(b, group) for b in bits]
+        layout = dict(self.layout)
         for name, b, size in zip(NAMES, bits, tier_sizes(segment, fraction), strict=True):
             if size:
                 codec = _channels(b, group, size)
                 room = padded(size, codec.block)
                 params = Axis(-1, room // codec.group)
-                self.layout |= {f"{name}_words": Axis(-1, room * b // 32)}
-                self.layout |= {f"{name}_scales": params, f"{name}_biases": params}
+                layout |= {f"{name}_words": Axis(-1, room * b // 32)}
+                layout |= {f"{name}_scales": params, f"{name}_biases": params}
+        self.layout = layout
 
     def encode_guided(self, x: mx.array, guide: mx.array) -> Codes:
         bits, orders = self._split(guide)
@@ -219,10 +221,11 @@ class TieredValues(_Tiers):
         # Products read a row as groups of a size that MLX knows, all with the row's parameters.
         native = max(g for g in NATIVE_GROUPS if row % g == 0)
         self._parts, self._products = row // native, [TokenAffine(b, native, dim=dim) for b in bits]
-        self.layout |= {"channels": Axis(2, 1)}
+        layout = {**self.layout, "channels": Axis(2, 1)}
         for name, size in zip(NAMES, tier_sizes(segment, fraction), strict=True):
             if size:
-                self.layout |= {f"{name}_{part}": Axis(2, size) for part in ("words", "scales", "biases")}
+                layout |= {f"{name}_{part}": Axis(2, size) for part in ("words", "scales", "biases")}
+        self.layout = layout
 
     def encode_guided(self, x: mx.array, guide: mx.array) -> Codes:
         bits, orders = self._split(guide)
