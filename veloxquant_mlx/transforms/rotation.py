@@ -59,11 +59,17 @@ def hadamard_is_safe(dim: int) -> bool:
     return bool(np.allclose(h @ h.T, np.eye(dim), atol=1e-5) and np.allclose(h, h.T, atol=1e-6))
 
 
-def _generator(seed: int, tag: int) -> np.random.Generator:
+def generator(seed: int, tag: int) -> np.random.Generator:
+    """Random numbers that are the same everywhere; ``tag`` tells independent uses of one seed apart."""
     if not is_int(seed) or seed < 0:
         raise QuantizerConfigError(f"seed={seed!r}: must be an int of at least 0. The default is 42.")
     # A spawn key, as [seed, 0] would give the very numbers of default_rng(seed), with which people make test data.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(tag,))))
+
+
+def stored_seed(seed: int, tag: int) -> int:
+    """The seed under which an artifact store keeps what ``seed`` and ``tag`` make; ``seed`` itself for tag 0."""
+    return seed if tag == 0 else int(generator(seed, tag).integers(1 << 32))
 
 
 def haar(dim: int, seed: int, tag: int = 0) -> np.ndarray:
@@ -71,14 +77,14 @@ def haar(dim: int, seed: int, tag: int = 0) -> np.ndarray:
 
     Without the sign fix the factor of LAPACK is not uniform (Mezzadri 2007, arXiv math-ph/0609050).
     """
-    q, r = np.linalg.qr(_generator(seed, tag).standard_normal((dim, dim)))
+    q, r = np.linalg.qr(generator(seed, tag).standard_normal((dim, dim)))
     return q * np.where(np.diag(r) < 0, -1.0, 1.0)
 
 
 @lru_cache(maxsize=256)
 def _fresh(dim: int, seed: int, tag: int) -> Transform:
     if hadamard_is_safe(dim):
-        signs = _generator(seed, tag).integers(0, 2, size=dim) * 2.0 - 1.0
+        signs = generator(seed, tag).integers(0, 2, size=dim) * 2.0 - 1.0
         return RandomHadamard(mx.array(signs.astype(np.float32)))
     return Rotation(mx.array(haar(dim, seed, tag).astype(np.float32)))
 
@@ -89,10 +95,10 @@ def rotation(dim: int, seed: int, tag: int = 0, store: ArtifactStore | None = No
     Randomised Hadamard where MLX has a self-inverse one, otherwise a Haar matrix. With a ``store`` the matrix kept
     there is used, or the fresh one is saved: under ``seed`` for tag 0 and under a seed derived from both otherwise.
     """
-    _generator(seed, tag)
+    generator(seed, tag)
     if store is None:
         return _fresh(dim, seed, tag)
-    key = seed if tag == 0 else int(_generator(seed, tag).integers(1 << 32))
+    key = stored_seed(seed, tag)
     if store.exists("rotation", d=dim, seed=key):
         matrix = mx.array(store.load_rotation_matrix(dim, key))
         kept = np.array(matrix.astype(mx.float32), dtype=np.float64)
