@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from tests.formulas_gear import gear
-from tests.formulas_zipcache import zipcache
 from tests.formulas_nestedkv import competing
+from tests.formulas_zipcache import zipcache
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.store import GROW
@@ -149,17 +149,32 @@ def kept(budget: int, window: int | None = None) -> Callable[[int, Shape, int], 
     return held
 
 
-def observed(budget: int, ring: int = 0, sums: bool = True, shared: bool = False, extra: int = 0) -> Callable:
+def observed(
+    budget: int, ring: int = 0, sums: bool = True, shared: bool = False, extra: int = 0, alike: bool = False
+) -> Callable:
     """A policy that drops one row per token, at the end of a prompt: float rows with room to grow, the newest ``ring``
-    queries, float32 sums per row, and int32 positions (per head, or ``shared`` by heads) once rows were dropped.
+    queries, float32 sums per row, and int32 positions (per head, ``shared`` by heads, or ``alike`` in all sequences)
+    once rows were dropped.
     """
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, dk, dv = shape
         n = min(tokens, budget)
-        positions = 0 if tokens <= budget else 4 * n * b * (1 if shared else h)
+        positions = 0 if tokens <= budget else 4 * n * (1 if alike else b) * (1 if shared else h)
         queries = b * h * REPEATS * min(tokens, ring) * dk * itemsize
         return b * h * (up(n, GROW) * (dk + dv) * itemsize + 4 * n * sums) + positions + queries + extra
+
+    return held
+
+
+def chunked(budget: int, full: int, window: int) -> Callable[[int, Shape, int], int]:
+    """Rows that all heads share: ``full`` of the budget, as whole chunks come; until then the queries of the window."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        n = tokens if tokens <= budget else full
+        queries = b * h * REPEATS * min(tokens, window) * dk * itemsize
+        return b * h * up(n, GROW) * (dk + dv) * itemsize + (queries if n == tokens else 4 * n * b)
 
     return held
 
@@ -172,6 +187,19 @@ def fitted(budget: int) -> Callable[[int, Shape, int], int]:
         if tokens > budget:
             return observed(budget)(tokens, shape, itemsize) + b * h * 4 * dk
         return observed(budget, ring=tokens, sums=False)(tokens, shape, itemsize)
+
+    return held
+
+
+def rocketkv(root: float, least: int, window: int, page: int) -> Callable[[int, Shape, int], int]:
+    """A prompt's share of float rows, with room to grow, and both ends of every channel per page of keys."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        n = min(tokens, max(int(tokens / root), least))
+        index = 4 * b * h * n if n < tokens else b * h * REPEATS * min(tokens, window) * dk * itemsize
+        pages = up(-(-n // page), 16) * 2 * dk
+        return b * h * (up(n, GROW) * (dk + dv) + pages) * itemsize + index
 
     return held
 
@@ -257,6 +285,34 @@ ROWS = (
     Row("curdkv", "curdkv", observed(64, sums=False), {"curdkv_budget": 64}, identity=64, drops=True),
     # Not for its queries: attention must know that heads are of different lengths.
     Row("nestedkv", "nestedkv", competing(64), {"nestedkv_budget": 64}, identity=64, drops=True, queries=True),
+    Row(
+        "pyramidkv",
+        "pyramidkv",
+        kept(80, window=32),
+        {"pyramid_budget": 80},
+        identity=80,
+        drops=True,
+        queries=True,
+    ),
+    Row(
+        "squeeze",
+        "squeeze",
+        observed(80),
+        {"squeeze_budget": 80},
+        identity=28,  # in deep models, the least important layers
+        drops=True,
+        queries=True,
+        per_step=True,
+    ),
+    Row(
+        "chunkkv",
+        "chunkkv",
+        chunked(64, 3 + 32 + 27, window=32),
+        {"chunkkv_budget": 64, "chunkkv_chunk_size": 3, "chunkkv_n_sink": 3, "chunkkv_reuse_layers": 2},
+        identity=64,
+        drops=True,
+        queries=True,
+    ),
     Row("h2o", "h2o", observed(80), {"h2o_budget": 80}, identity=80, drops=True, queries=True, per_step=True),
     Row(
         "tova",
@@ -287,6 +343,25 @@ ROWS = (
         drops=True,
         queries=True,
         per_step=True,
+    ),
+    Row(
+        "cam",
+        "cam",
+        observed(64, shared=True, alike=True),
+        {"cam_budget": 64},
+        identity=64,
+        drops=True,
+        queries=True,
+        per_step=True,
+    ),
+    Row(
+        "rocketkv",
+        "rocketkv",
+        rocketkv(32**0.5, 13, 8, 3),
+        {"rocketkv_compression_ratio": 32.0, "rocketkv_obs_window": 8, "rocketkv_page_size": 3},
+        identity=13,
+        drops=True,
+        queries=True,
     ),
 )
 IDS = [row.id for row in ROWS]

@@ -60,11 +60,11 @@ def attention(
         out = mx.fast.scaled_dot_product_attention(x, keys, values, scale=scale, mask=mask, sinks=sinks)
         return out.astype(q.dtype), Path.RETRIEVED if read else Path.FUSED if chosen is None else Path.SHUT
     x = q.astype(compute or compute_dtype(q.dtype))
-    packed = Path.PACKED if chosen is None else Path.SHUT
     # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
-    if q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]:
-        return _packed(store, x, scale, mask, sinks, key_view).astype(q.dtype), packed
-    return blockwise.attention(store, x, scale, mask, sinks, key_view).astype(q.dtype), Path.BLOCKWISE
+    few = q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]
+    out = (_packed if few else blockwise.attention)(store, x, scale, mask, sinks, key_view)
+    path = Path.PACKED if few else Path.BLOCKWISE
+    return out.astype(q.dtype), path if chosen is None else Path.SHUT
 
 
 def decoded(

@@ -36,7 +36,7 @@ class Spread:
     """Spreads the value of the oldest row behind the first ``sinks`` over the next rows, ``WIDTH`` at most.
 
     Weights are equal, or (``similar``) proportional to the positive part of the cosine between the keys; they sum to 1.
-    With the ``gate`` a kv head merges with the probability that the row's summed attention has against the mean of those rows;
+    With the ``gate`` a kv head merges with a probability: the row's summed attention over the mean of those rows.
     ``words`` seed it, so that draws depend on layer, head and the tokens seen alone. With ``keys`` their keys move by
     the same weights towards the row's key, turned to their positions by ``rotation``. Sums are made in float32.
     """
