@@ -41,7 +41,7 @@ class Spy(Coordinator):
     def attach(self, model: Any, slots: Any) -> None:
         self.attached.append(model)
 
-    def before(self, model: Any, inputs: mx.array, caches: list[CompressedKVCache]) -> None:
+    def before(self, model: Any, inputs: mx.array, caches: list[CompressedKVCache], whole: Any) -> None:
         assert all(ref() is cache for ref, cache in zip(caches[0].peers, caches, strict=True))
         self.offsets.append(caches[0].offset)
         self.calls.append((model, inputs, caches))

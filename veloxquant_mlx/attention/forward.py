@@ -11,6 +11,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -46,11 +47,15 @@ class Parameter(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One sequence of a call: its ``row`` in the batch, its tokens and its caches in the order of the layers."""
+    """One sequence of a call: its ``row`` in the batch, its tokens and its caches in the order of the layers.
+
+    ``whole`` gives the whole cache list of the sequence; the model's own caches of a batch are copied for it.
+    """
 
     row: slice
     tokens: slice
     caches: list[CompressedKVCache]
+    whole: Callable[[], list[Any]]
 
 
 def shares(entries: list[Any], length: int) -> Iterator[Share]:
@@ -60,16 +65,22 @@ def shares(entries: list[Any], length: int) -> Iterator[Share]:
 
     single = [c for c in entries if isinstance(c, CompressedKVCache)]
     if single:
-        yield Share(slice(None), slice(None), single)
+        yield Share(slice(None), slice(None), single, lambda: list(entries))
     batches = [c for c in entries if isinstance(c, CompressedBatchCache)]
     for i, tokens in enumerate(batches[0].shares(length) if batches else []):
         if tokens.start < tokens.stop:
-            yield Share(slice(i, i + 1), tokens, [batch.rows[i] for batch in batches])
+            yield Share(slice(i, i + 1), tokens, [batch.rows[i] for batch in batches], partial(_row, entries, i))
+
+
+def _row(entries: list[Any], i: int) -> list[Any]:
+    from ..cache.batch import CompressedBatchCache
+
+    return [e.rows[i] if isinstance(e, CompressedBatchCache) else e.extract(i) for e in entries]
 
 
 def coordinate(model: Any, inputs: mx.array, entries: list[Any]) -> None:
     """Let the coordinators of the caches among ``entries`` act before ``model`` runs on ``inputs`` ``(B, S, ...)``."""
-    for row, tokens, caches in shares(entries, inputs.shape[1]):
+    for row, tokens, caches, whole in shares(entries, inputs.shape[1]):
         for coordinator in dict.fromkeys(c.coordinator for c in caches):
             if coordinator is None:
                 continue
@@ -77,7 +88,7 @@ def coordinate(model: Any, inputs: mx.array, entries: list[Any]) -> None:
             peers = tuple(weakref.ref(c) for c in mine)
             for cache in mine:
                 cache.peers = peers
-            coordinator.before(model, inputs[row, tokens], mine)
+            coordinator.before(model, inputs[row, tokens], mine, whole)
 
 
 def wrap(cls: type, wrapper: Callable[[Callable], Callable]) -> None:

@@ -184,7 +184,10 @@ class KVCacheFactory:
 
         hook.install()
         own = copy.deepcopy(config)  # what the caller changes later was never checked
-        return CompressedKVCache(own, LayerInfo(head_dim=own.head_dim, value_dim=own.head_dim))
+        cache = CompressedKVCache(own, LayerInfo(head_dim=own.head_dim, value_dim=own.head_dim))
+        if cache.coordinator is not None:
+            cache.coordinator.alone()
+        return cache
 
 
 class KVCacheBuilder:

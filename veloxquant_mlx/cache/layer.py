@@ -111,6 +111,7 @@ class CompressedKVCache(_Base):
         self._watch = FiniteWatch()
         self._paths: set[str] = set()
         self.peers: tuple[weakref.ref[CompressedKVCache], ...] = ()  # the layers of the latest forward, this included
+        self.notes: tuple[str, ...] = ()  # what a coordinator adds to the receipt
 
     # ------------------------------------------------------------------------------------------- protocol of mlx_lm
 
@@ -386,7 +387,7 @@ class CompressedKVCache(_Base):
             "elements": self._elements,
             "bytes": self.held_bytes(),
             "attention": sorted(self._paths) or [self._mode.value],
-            "notes": list(self._recipe.notes),
+            "notes": [*self._recipe.notes, *self.notes],
         }
 
     @property

@@ -11,6 +11,9 @@ from ..observers.reporter import Reporter
 from ..policies.scores import Step
 from .store import Store
 
+# The budget of a cache that drops nothing any more.
+UNLIMITED = 2**31 - 1
+
 
 class Phase(Enum):
     """Where a sequence stands (the first single-token call after a longer one ends the prompt)."""
@@ -65,7 +68,8 @@ class Lifecycle:
             if self.guide is not None:
                 self.guide.observe(store, step)
             # Once rows were dropped for good, queries matter again only from the next turn's prompt on.
-            if ev is not None and (prompt or ev.per_step or self.capacity is not None or store.n == offset):
+            watched = prompt or (ev is not None and ev.per_step) or self.capacity is not None or store.n == offset
+            if ev is not None and watched and self.budget != UNLIMITED:
                 ev.observe(store, step)
         self.phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
         if ev is not None:
@@ -91,7 +95,12 @@ class Lifecycle:
         assert self.eviction is not None
         begun = self.reporter.begin(store)
         dropped = self.eviction.drop(store, offset, prompt, self.scale, self.sinks, self.budget)
-        if dropped and self.capacity is None and not self.eviction.bounded and not self.eviction.per_step:
+        if self.eviction.once:
+            self.budget = UNLIMITED
+        over = self.budget == UNLIMITED or (
+            dropped and self.capacity is None and not self.eviction.bounded and not self.eviction.per_step
+        )
+        if over:
             self.eviction.forget(store)
         if prompt and self.eviction.retrieval is not None:
             self.eviction.retrieval.prepare(store, offset)

@@ -44,6 +44,7 @@ def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
         "scale": cache._life.scale,
         "new": cache._life.new,
         "budget": cache._life.budget,
+        "notes": cache.notes,
         "unchecked": None if pending is None else pending[0],
         "rows": cache._store.counts(),
         "numbers": cache._store.numbers,
@@ -71,7 +72,7 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     cache._reset()
     cache.offset, life = header["offset"], cache._life
     life.phase, life.scale, life.new = Phase[header["phase"]], header["scale"], header["new"]
-    life.budget = header["budget"]
+    life.budget, cache.notes = header["budget"], tuple(header["notes"])
     # Array objects of our own: buffers are written in place, and the state's arrays belong to whoever holds them.
     held = {name: mx.array(array) for name, array in zip(names, arrays, strict=True)}
     life.queries, life.sinks = held.pop(QUERIES, None), held.pop(SINKS, None)

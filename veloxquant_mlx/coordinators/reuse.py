@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,9 @@ class Reuse(Coordinator):
 
     layers: int
 
-    def before(self, model: Any, inputs: mx.array, caches: list[CompressedKVCache]) -> None:
+    def before(
+        self, model: Any, inputs: mx.array, caches: list[CompressedKVCache], whole: Callable[[], list[Any]]
+    ) -> None:
         for group in self._groups(caches):
             chunks.share([cache.store for cache in group])
 

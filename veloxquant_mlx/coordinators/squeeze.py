@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,9 @@ class Squeeze(Coordinator):
             if slot.layer is not None:
                 residual.watch(slot.block, slot.attention, hidden_size(model), _listens)
 
-    def before(self, model: Any, inputs: mx.array, caches: list[CompressedKVCache]) -> None:
+    def before(
+        self, model: Any, inputs: mx.array, caches: list[CompressedKVCache], whole: Callable[[], list[Any]]
+    ) -> None:
         if inputs.shape[1] == 1 and not caches[0].empty():
             self._settle(caches, newest=True)
 
