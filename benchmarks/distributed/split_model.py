@@ -38,9 +38,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "curdkv": {"curdkv_budget": 64},
     "nestedkv": {"nestedkv_budget": 64, "nestedkv_safeguard_alpha": 1.0},  # heads compete within one machine only
     "h2o": {"h2o_budget": 64},
+    "pyramidkv": {"pyramid_budget": 64, "pyramid_beta": 1.0},  # the depth is that of the process's own layers
+    "squeeze": {"squeeze_budget": 64, "squeeze_strength": 0.0},  # so are the layers that are compared
+    "chunkkv": {"chunkkv_budget": 200},  # chunks are by all heads, processes see their own: nothing is dropped here
     "tova": {"tova_budget": 200},  # its set is by all heads, processes see their own: nothing is dropped here
     "keyformer": {"keyformer_budget": 64, "keyformer_tau": 0.0},  # noise is that of the process's own layers and heads
     "morphkv": {"morphkv_budget": 64},
+    "cam": {"cam_budget": 64, "cam_merge_gate": False},  # draws are those of the process's own layers and heads
+    "rocketkv": {"rocketkv_compression_ratio": 4.0},
 }
 MODEL = {
     "model_type": "qwen2",

@@ -49,9 +49,14 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("curdkv, 512 tokens", {"method": "curdkv"}),
     ("nestedkv, 512 tokens", {"method": "nestedkv"}),
     ("h2o, 512 tokens", {"method": "h2o"}),
+    ("pyramidkv, 512 tokens", {"method": "pyramidkv"}),
+    ("squeeze, 512 tokens", {"method": "squeeze"}),
+    ("chunkkv, 512 tokens", {"method": "chunkkv"}),
     ("tova, 512 tokens", {"method": "tova"}),
     ("keyformer, 512 tokens", {"method": "keyformer"}),
     ("morphkv, 512 tokens", {"method": "morphkv"}),
+    ("cam, 512 tokens", {"method": "cam"}),
+    ("rocketkv, ratio 8", {"method": "rocketkv"}),
 )
 NOTES = {
     "streaming_llm": "keeps the first 4 tokens and the newest 508, by design: the password stands before those",

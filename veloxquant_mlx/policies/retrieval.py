@@ -90,11 +90,13 @@ class HybridAttention:
             store.numbers["summed"] = n
         if n <= plan.tokens:
             return None
-        estimate = self._estimate(store, q, scale, plan)
-        return select.top(estimate, mx.arange(n, dtype=mx.int32)[None, None], plan.tokens)[0]
+        logits, share = self.logits(store, q, plan)
+        # As if the channels left out had the same share of the logit as they have of the query.
+        weights = mx.softmax(logits * (scale / mx.sqrt(mx.maximum(share, TINY))), axis=-1).mean(axis=2)
+        return select.top(weights, mx.arange(n, dtype=mx.int32)[None, None], plan.tokens)[0]
 
-    def _estimate(self, store: Store, q: mx.array, scale: float, plan: Plan) -> mx.array:
-        """Attention ``(B, H, n)`` that the query would pay to each row, mean over the query heads of a kv head."""
+    def logits(self, store: Store, q: mx.array, plan: Plan) -> tuple[mx.array, mx.array]:
+        """Estimates ``(B, H, G, n)`` of ``q @ keys`` per query head, and the share of the query in their channels."""
         b, h, d = q.shape[0], store.keys.heads, q.shape[3]
         q = q.astype(mx.float32).reshape(b, h, q.shape[1] // h, d)
         size = mx.abs(q)
@@ -109,9 +111,7 @@ class HybridAttention:
             place = mx.where(highest, best, best + d)[..., None]
             bound = mx.take_along_axis(pages, mx.broadcast_to(place, (*place.shape[:3], pages.shape[3])), axis=2)
             e = mx.repeat(some @ bound.astype(mx.float32), plan.page, axis=-1)[..., : store.n]
-        # As if the channels left out had the same share of the logit as they have of the query.
-        share = mx.abs(some).sum(axis=-1, keepdims=True) / mx.maximum(size.sum(axis=-1, keepdims=True), TINY)
-        return mx.softmax(e * (scale / mx.sqrt(mx.maximum(share, TINY))), axis=-1).mean(axis=2)
+        return e, mx.abs(some).sum(axis=-1, keepdims=True) / mx.maximum(size.sum(axis=-1, keepdims=True), TINY)
 
 
 def summaries(keys: mx.array, page: int) -> mx.array:
