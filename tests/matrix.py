@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.formulas_adakv import adakv
 from tests.formulas_gear import gear
 from tests.formulas_nestedkv import competing
 from tests.formulas_zipcache import zipcache
@@ -33,7 +34,8 @@ class Row:
     ``held(tokens, shape, itemsize)`` is the formula of the specification: bytes of codes, float rows and positions.
     ``identity`` is the number of tokens up to which nothing is changed. ``channel_bits``: the fewest bits of keys that
     are coded in groups of tokens, so that a group which is cut by a trim is coded anew later. ``prompt_block``: the
-    first prompt is coded as one block, so that it matters where it ends.
+    first prompt is coded as one block, so that it matters where it ends. ``value_bits``: like ``channel_bits`` for
+    values, where they are packed in blocks.
     """
 
     id: str
@@ -42,6 +44,7 @@ class Row:
     fields: dict[str, Any] = field(default_factory=dict)
     identity: int = 0
     channel_bits: int = 0
+    value_bits: int = 0
     prompt_block: bool = False
     drops: bool = False
     queries: bool = False
@@ -231,6 +234,7 @@ ROWS = (
     ),
     Row("kitty", "kitty", kitty(64), {"residual_length": 64}, identity=95, channel_bits=2),
     Row("gear", "gear", gear(0.01), channel_bits=2, prompt_block=True),
+    Row("adakv", "adakv", adakv(64), {"residual_length": 64}, identity=63, channel_bits=2, value_bits=2),
     Row("zipcache", "zipcache", zipcache(4, 2, 0.2), channel_bits=2, prompt_block=True, queries=True),
     Row("rvq-1", "turboquant_rvq", rvq(1), {"bit_width_inlier": 1}),
     Row("rvq-2", "turboquant_rvq", rvq(2), {"bit_width_inlier": 2}),
@@ -289,7 +293,7 @@ ROWS = (
         "pyramidkv",
         "pyramidkv",
         kept(80, window=32),
-        {"pyramid_budget": 80},
+        {"pyramid_budget": 80, "pyramid_beta": 1.4},
         identity=80,
         drops=True,
         queries=True,
@@ -299,7 +303,7 @@ ROWS = (
         "squeeze",
         observed(80),
         {"squeeze_budget": 80},
-        identity=28,  # in deep models, the least important layers
+        identity=80,
         drops=True,
         queries=True,
         per_step=True,
@@ -307,9 +311,9 @@ ROWS = (
     Row(
         "chunkkv",
         "chunkkv",
-        chunked(64, 3 + 32 + 27, window=32),
-        {"chunkkv_budget": 64, "chunkkv_chunk_size": 3, "chunkkv_n_sink": 3, "chunkkv_reuse_layers": 2},
-        identity=64,
+        chunked(60, 3 + 32 + 24, window=32),
+        {"chunkkv_budget": 60, "chunkkv_chunk_size": 3, "chunkkv_n_sink": 3, "chunkkv_reuse_layers": 2},
+        identity=60,
         drops=True,
         queries=True,
     ),

@@ -40,7 +40,10 @@ def test_trim_then_continue(row: Row, cut: int) -> None:
         c.end_prefill()
     (keys, values), (want_keys, want_values) = cache.materialize(), fresh.materialize()
     assert cache.offset == fresh.offset and stored_bytes(cache) == stored_bytes(fresh)
-    assert mx.allclose(values, want_values, rtol=1e-5, atol=1e-5)
+    # Values that are packed in blocks come back likewise, and may get other bits: steps are those of a token there.
+    wide = joined.v.max(axis=3, keepdims=True) - joined.v.min(axis=3, keepdims=True)
+    step = 1.5 * wide / (2**row.value_bits - 1) if row.value_bits else 1e-5 * (1 + mx.abs(want_values))
+    assert mx.all(mx.abs(values - want_values) <= step)
     spread = joined.k.max(axis=2, keepdims=True) - joined.k.min(axis=2, keepdims=True)
     step = spread / (2**row.channel_bits - 1) if row.channel_bits else 1e-5
     assert mx.all(mx.abs(keys - want_keys) <= 1.5 * step + 1e-2)
