@@ -19,6 +19,7 @@ ALPHAS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85)
 # which unit both parameters of a group are counted: together the units reach from 2**-12 beyond all of float16.
 FP8_MAX = 448.0
 FINE, COARSE = 2.0**-3, 2.0**8
+ROWS = 256  # tokens encoded at a time: the search holds a copy of them per factor
 
 
 def _pack8(low: mx.array, high: mx.array) -> tuple[mx.array, mx.array]:
@@ -96,17 +97,20 @@ class ClippedToken(TokenAffine):
 
     def _quantize(self, groups: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
         low, high = self._ends(groups, axis)
-        best: list[mx.array] = []
-        for alpha in self.alphas:
-            stored = self._close(low * alpha, high * alpha)
+        # All factors at once: single tokens cost a few operations, not a few per factor.
+        factors = mx.array(self.alphas).reshape(-1, *[1] * groups.ndim)
+        stored = self._close(low * factors, high * factors)
+        if len(self.alphas) > 1:
             step, bias = (p.astype(mx.float32) for p in self._open(*stored))
-            codes = mx.clip(mx.round((groups - bias) / mx.maximum(step, 2.0**-24)), 0.0, (1 << self.bits) - 1)
-            error = mx.square(codes * step + bias - groups).sum(axis, keepdims=True)
-            trial = [error, codes, *stored]
-            best = (
-                [mx.where(error < best[0], new, old) for new, old in zip(trial, best, strict=True)] if best else trial
-            )
-        return best[1], best[2].squeeze(axis), best[3].squeeze(axis)
+            error = mx.square(self._nearest(groups, step, bias) * step + bias - groups).sum(axis, keepdims=True)
+            best = mx.argmin(error, axis=0, keepdims=True)
+            stored = tuple(mx.take_along_axis(p, best, axis=0) for p in stored)
+        scales, biases = (p[0] for p in stored)
+        step, bias = (p.astype(mx.float32) for p in self._open(scales, biases))
+        return self._nearest(groups, step, bias), scales.squeeze(axis), biases.squeeze(axis)
+
+    def _nearest(self, groups: mx.array, step: mx.array, bias: mx.array) -> mx.array:
+        return mx.clip(mx.round((groups - bias) / mx.maximum(step, 2.0**-24)), 0.0, (1 << self.bits) - 1)
 
     def _close(self, low: mx.array, high: mx.array) -> tuple[mx.array, mx.array]:
         """Stored parameters of a range whose ends are in float32."""
@@ -125,7 +129,9 @@ class ClippedToken(TokenAffine):
 
     def encode(self, x: mx.array) -> Codes:
         assert self._perm is not None or not self.fit_rows, "encode before fit"
-        return super().encode(self._reordered(x))
+        x = self._reordered(x)
+        parts = [super(ClippedToken, self).encode(x[:, :, i : i + ROWS]) for i in range(0, x.shape[2], ROWS)]
+        return parts[0] if len(parts) == 1 else {n: mx.concatenate([p[n] for p in parts], axis=2) for n in parts[0]}
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         return self._in_order(super().decode(self._opened(codes), dtype))
