@@ -36,6 +36,7 @@ class Kind:
     layers: dict[str, int]
     by_hand: bool = False  # attention code of its own: no queries reach a cache
     moves: bool = True  # a plain rotary module, so that keys can be moved to other positions
+    stream: bool = True  # one hidden state, to which attention adds a branch
     native: str = ""  # why nothing is compressed
     batch: str = "yes"  # whether mlx_lm's batches serve it (test_batching.py)
 
@@ -43,6 +44,8 @@ class Kind:
         """Why ``for_model`` refuses the method here; "" where it does not."""
         if self.by_hand and row.queries:
             return "needs queries"
+        if not self.stream and row.method in WATCHES_STREAM:
+            return "needs the residual stream"
         return "" if self.moves or row.method not in MOVES_KEYS else "moves keys"
 
     def cell(self, row: Row) -> str:
@@ -52,6 +55,7 @@ class Kind:
 
 
 MOVES_KEYS = ("streaming_llm",)
+WATCHES_STREAM = ("squeeze",)
 OURS = "compressed"
 NOT_MLX_LM = "mlx_lm batches none"
 KINDS = (
@@ -62,7 +66,7 @@ KINDS = (
     Kind("qwen3 (norms on queries and keys)", "qwen3", {OURS: 2}),
     Kind("gemma2 (soft cap)", "gemma2", {OURS: 2}, by_hand=True, batch="no: takes no mask per sequence, one by one"),
     Kind("gemma3 (sliding layers)", "gemma3", {OURS: 2, SLIDING: 2}),
-    Kind("gemma3n (shared keys and values)", "gemma3n", {OURS: 2, SLIDING: 2}),
+    Kind("gemma3n (shared keys and values)", "gemma3n", {OURS: 2, SLIDING: 2}, stream=False),
     Kind("gemma4 (shared keys and values)", "gemma4_text", {OURS: 2, SLIDING: 2}),
     Kind("gpt_oss (attention sinks)", "gpt_oss", {OURS: 1, SLIDING: 1}),
     Kind("phi3 (fused projections, partial rotation)", "phi3", {OURS: 2}),

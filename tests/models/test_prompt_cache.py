@@ -18,6 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache, load_prompt_cache, make_prompt_c
 from tests.matrix import IDS, ROWS, Row, same_state
 from tests.models import tiny
 from tests.models.running import FIRST, caches_of, decode, fine, greedy, prefill, token_list, tolerance
+from veloxquant_mlx import QuantizerConfigError
 
 PROMPT = 150
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +175,11 @@ def settled() -> int:
 def test_dropped_caches_are_free_at_once(row: Row, name: str) -> None:
     """No cycle keeps a cache alive: it dies with its last reference, without the collector."""
     model = tiny.build(name)
-    caches = caches_of(model, row)
+    try:
+        caches = caches_of(model, row)
+    except QuantizerConfigError as error:  # gemma3n has several hidden states
+        assert "needs the residual stream" in str(error) and name == "gemma3n"
+        return
     greedy(model, tiny.tokens(40)[0], 4, prompt_cache=caches)
     alive = [weakref.ref(c) for c in caches]
     gc.collect()

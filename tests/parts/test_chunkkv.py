@@ -158,7 +158,7 @@ def run(caches: list[CompressedKVCache], chunks: list[int], start: int = 0, link
         if link:
             coordinator = caches[0].coordinator
             assert coordinator is not None
-            coordinator.before(None, mx.zeros((1, n), mx.int32), caches)
+            coordinator.before(None, mx.zeros((1, n), mx.int32), caches, lambda: caches)
         for i, some in enumerate(caches):
             feed(some, tensors(400, seed=10 * i).part(start, start + n), [n])
         start += n

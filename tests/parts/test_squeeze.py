@@ -198,7 +198,7 @@ def test_budgets_stay_for_later_turns() -> None:
     prefill(model, caches, ids[:, 110:300], 64)
     assert rows(caches) == first and len(set(first)) > 1
     for cache, budget in zip(caches, first, strict=True):
-        assert cache.life.budget == budget
+        assert cache.life.budget == budget and f"{budget} tokens of {BUDGET}" in cache.describe()["notes"][-1]
         newest = max(1, (budget - 4) // 2)
         assert (np.sort(np.array(cache.positions))[..., -newest:] == np.arange(300 - newest, 300)).all()
 

@@ -133,9 +133,8 @@ def _with(block: Any, parts: dict[str, Any]) -> Any:
 
 def _branch(block: Any, attention: Any, width: int | None) -> Branch:
     """Find out how ``block`` adds its attention: with every other part silenced, hidden states change by that alone."""
-    children = (
-        {n: part for n, part in block.items() if isinstance(part, nn.Module)} if isinstance(block, nn.Module) else {}
-    )
+    parts = block.items() if isinstance(block, nn.Module) else []
+    children = {n: part for n, part in parts if isinstance(part, nn.Module)}
     name = next((n for n, part in children.items() if part is attention), None)
     if name is None or width is None:
         raise _unwatchable(block, "its attention or its width is not where other models have it")
@@ -143,9 +142,8 @@ def _branch(block: Any, attention: Any, width: int | None) -> Branch:
     quiet = {n: _silence for n in children if n != name and n not in norms}
     ear, original = _Ear(attention), inspect.unwrap(type(block).__call__)
     x = mx.random.normal((1, 4, width), key=mx.random.key(0)).astype(_float_dtype(block))
-    close = max(
-        4 * mx.finfo(x.dtype).eps, 1e-5
-    )  # sums of two rounded numbers, rounded; their factor is found in float32
+    # Sums of two rounded numbers, rounded; their factor is found in float32.
+    close = max(4 * mx.finfo(x.dtype).eps, 1e-5)
     try:
         out = original(_with(block, quiet | {name: ear}), x, **_nothing(original))
         out = out[0] if isinstance(out, tuple) else out

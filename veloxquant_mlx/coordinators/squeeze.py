@@ -58,6 +58,7 @@ class Squeeze(Coordinator):
                 budgets = squeezed(((sums[:, 0] + newest * sums[:, 1]) / counts).tolist(), self.mean, self.smallest)
         for cache, budget in zip(caches, budgets, strict=True):
             cache.life.budget = budget if self.most is None else min(budget, self.most)
+            cache.notes = (f"settled by the prompt: {cache.life.budget} tokens of {self.mean} per layer",)
 
 
 def _listens(cache: CompressedKVCache) -> bool:
