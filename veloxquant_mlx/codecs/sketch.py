@@ -17,8 +17,9 @@ from scipy import special
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import is_int
 from ..transforms.rotation import haar, stored_seed
-from .base import F16_MAX, Axis, Codec, Codes, after, cast, compute_dtype
-from .packing import lookup, lookup_table, pack, padded
+from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
+from .packing import pack, padded
+from .tables import PackedDots
 
 if TYPE_CHECKING:
     from ..core.abstractions import ArtifactStore
@@ -89,7 +90,7 @@ class SignSketch(Codec):
         # rms instead of norm
         self.weight = sketch_constant(self.dim, orthogonal) * self.dim**0.5 / self.m
         self.layout = {"signs": Axis(-2, 1), "sizes": Axis(-1, 1)}
-        self._table = lookup_table(np.array([-1.0, 1.0]), 1)
+        self._dots = PackedDots(np.array([-1.0, 1.0], dtype=np.float32), 1, fused=None)
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)
@@ -99,11 +100,8 @@ class SignSketch(Codec):
         size = mx.sqrt((x * x).mean(-1))
         return {"signs": pack(positive, 1), "sizes": mx.minimum(size, F16_MAX).astype(mx.float16)}
 
-    def _signs(self, codes: Codes) -> mx.array:
-        return lookup(codes["signs"], 1, self._table)
-
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
-        rows = self._signs(codes)[..., : self.m] @ self.matrix
+        rows = self._dots.values(codes["signs"])[..., : self.m] @ self.matrix
         return cast(rows * (codes["sizes"].astype(mx.float32) * self.weight)[..., None], dtype)
 
     def scores(self, q: mx.array, codes: Codes) -> mx.array:
@@ -112,11 +110,7 @@ class SignSketch(Codec):
         query = ((q.astype(mx.float32) @ self.matrix.T) * self.weight).astype(work)
         if self.padded_m > self.m:
             query = mx.pad(query, [(0, 0)] * (q.ndim - 1) + [(0, self.padded_m - self.m)])
-        parts: list[mx.array] = []
-        for tile in self.tiles(codes):
-            signs = self._signs(after(tile, parts[-1:])).astype(work)
-            parts.append(query @ signs.swapaxes(-1, -2))
-        dots = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        dots = self._dots(query, codes["signs"])
         return (dots.astype(mx.float32) * codes["sizes"].astype(mx.float32)[..., None, :]).astype(q.dtype)
 
 
