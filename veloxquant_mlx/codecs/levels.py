@@ -6,12 +6,17 @@ Everything is computed from closed-form cell integrals, so no table is shipped: 
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
+import mlx.core as mx
 import numpy as np
 from scipy import linalg, special
 
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import is_int
+
+if TYPE_CHECKING:
+    from ..core.abstractions import ArtifactStore
 
 
 def _cells(edges: np.ndarray, dim: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -130,3 +135,21 @@ def residual_levels(bits: int) -> tuple[np.ndarray, np.ndarray]:
 def _check(bits: int, most: int) -> None:
     if not is_int(bits) or not 1 <= bits <= most:
         raise QuantizerConfigError(f"bits={bits!r}: must be an int from 1 to {most}. Choose a width in that range.")
+
+
+def kept(levels: np.ndarray, distribution: str, bits: int, dim: int, store: ArtifactStore | None) -> np.ndarray:
+    """``levels``, or those that ``store`` keeps under (distribution, bits, dim); they are saved where there are none.
+
+    Raises QuantizerConfigError for a codebook of another shape or with values that are not finite.
+    """
+    if store is None:
+        return levels
+    if not store.exists("codebook", distribution=distribution, b=bits, d=dim):
+        store.save_codebook(mx.array(levels.astype(np.float32)), distribution, bits, dim)
+    found = np.array(store.load_codebook(distribution, bits, dim), dtype=np.float32)
+    if found.shape != levels.shape or not np.isfinite(found).all():
+        raise QuantizerConfigError(
+            f"store: the codebook kept for {distribution!r}, b={bits}, d={dim} has shape {found.shape}; it must be "
+            f"{levels.shape} finite numbers. Remove it from the store; it is then made again."
+        )
+    return found
