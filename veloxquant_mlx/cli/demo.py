@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cache.base import KVCacheBuilder, KVCacheConfig
+from ..coordinators.reconstruction import remember_tokenizer
 from ..core.text import size
 from ..models.gguf import SOURCES, ensure_model
 from ..quality import Measurement, Reference, compare, measure, reference, store_as
@@ -35,6 +36,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4}),
     ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
     ("kitty, 2 and 4 bits", {"method": "kitty"}),
+    ("adakv, 2.5 bits", {"method": "adakv"}),
     ("gear, 2 bits", {"method": "gear"}),
     ("zipcache, 4 and 2 bits", {"method": "zipcache"}),
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
@@ -57,6 +59,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("morphkv, 512 tokens", {"method": "morphkv"}),
     ("cam, 512 tokens", {"method": "cam"}),
     ("rocketkv, ratio 8", {"method": "rocketkv"}),
+    ("kvzip, 512 tokens", {"method": "kvzip"}),
 )
 NOTES = {
     "streaming_llm": "keeps the first 4 tokens and the newest 508, by design: the password stands before those",
@@ -88,6 +91,7 @@ def run_demo(models: Path, out: Console, err: Console, as_json: bool) -> None:
     started = time.perf_counter()
     with err.status(f"preparing {SOURCES['smollm2'].title} in {models}"):
         model, tokenizer = load(str(ensure_model("smollm2", models)))
+    remember_tokenizer(model, tokenizer)
     text, half = passage(), None
     story, question = list(tokenizer.encode(text)), prompt_ids(tokenizer, f"{text}\n\n{QUESTION}")
     if mx.default_device().type == mx.DeviceType.cpu:

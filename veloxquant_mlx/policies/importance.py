@@ -67,8 +67,8 @@ def entropy(p: mx.array) -> mx.array:
 class HeadBits(Guide):
     """Bits per head for every block of ``block`` rows, from what the block itself says of its heads.
 
-    Every sequence has an allocation of its own. A block in which another ``interval`` of tokens begins gets a new one,
-    any other that of the block before. Values get the bits that the keys of their block have.
+    Every sequence has an allocation of its own. The first block that begins at or after another multiple of
+    ``interval`` tokens gets a new one, any other that of the block before. Values get the bits of their block's keys.
     """
 
     choices: tuple[int, ...]
@@ -162,7 +162,7 @@ class AttentionSpread(HeadBits):
         z = (q @ keys.swapaxes(-1, -2)).reshape(b, h, blocks, hq // h, window, self.block)
         seen = mx.arange(self.block - window, self.block)[:, None] >= mx.arange(self.block)
         p = mx.softmax(mx.where(seen, z, mx.finfo(mx.float32).min), axis=-1)
-        known = mx.array(rows >= oldest)[:, None, :, None]
+        known = mx.array((rows >= oldest).astype(np.float32))[:, None, :, None]
         return entropy((p * known).sum(axis=(3, 4)))
 
 
