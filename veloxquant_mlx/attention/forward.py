@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 _EMBEDDINGS = ("input_embeddings", "inputs_embeds", "input_embeds")
 
 _lock = threading.RLock()
-# Per class its own ``__call__`` (None: inherited) and what replaced it.
-_originals: weakref.WeakKeyDictionary[type, tuple[Callable | None, Callable]] = weakref.WeakKeyDictionary()
+# Per class its own ``__call__`` (None: inherited), what replaced it, and the names of the wrappers in that.
+_originals: weakref.WeakKeyDictionary[type, tuple[Callable | None, Callable, tuple[str, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 _running = threading.local()
 
 
@@ -78,9 +80,14 @@ def _row(entries: list[Any], i: int) -> list[Any]:
     return [e.rows[i] if isinstance(e, CompressedBatchCache) else e.extract(i) for e in entries]
 
 
-def coordinate(model: Any, inputs: mx.array, entries: list[Any]) -> None:
-    """Let the coordinators of the caches among ``entries`` act before ``model`` runs on ``inputs`` ``(B, S, ...)``."""
-    for row, tokens, caches, whole in shares(entries, inputs.shape[1]):
+def running() -> list[Share]:
+    """The sequences of the forward that this thread is in, as far as a cache among theirs asks for that."""
+    return getattr(_running, "now", None) or []
+
+
+def coordinate(model: Any, inputs: mx.array, sequences: list[Share]) -> None:
+    """Let the coordinators of the caches in ``sequences`` act before ``model`` runs on ``inputs`` ``(B, S, ...)``."""
+    for row, tokens, caches, whole in sequences:
         for coordinator in dict.fromkeys(c.coordinator for c in caches):
             if coordinator is None:
                 continue
@@ -91,15 +98,17 @@ def coordinate(model: Any, inputs: mx.array, entries: list[Any]) -> None:
             coordinator.before(model, inputs[row, tokens], mine, whole)
 
 
-def wrap(cls: type, wrapper: Callable[[Callable], Callable]) -> None:
-    """Replace ``cls.__call__`` by ``wrapper`` of it, unless that was done before."""
+def wrap(cls: type, wrapper: Callable[[Callable], Callable], name: str) -> None:
+    """Replace ``cls.__call__`` by ``wrapper`` of it, unless that was done before under this ``name``."""
     with _lock:
-        known = _originals.get(cls)
-        if known is not None and cls.__dict__.get("__call__") is known[1]:
+        own, names, known = cls.__dict__.get("__call__"), (), _originals.get(cls)
+        if known is not None and own is known[1]:
+            own, _, names = known
+        if name in names:
             return
         original = cls.__call__
         replaced = functools.wraps(original)(wrapper(original))
-        _originals[cls] = cls.__dict__.get("__call__"), replaced
+        _originals[cls] = own, replaced, (*names, name)
         cls.__call__ = replaced  # type: ignore[method-assign]
 
 
@@ -110,34 +119,36 @@ def _coordinated(original: Callable) -> Callable:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         entries = cache.value(args, kwargs)
         # A model inside this one sees the same caches: one forward is coordinated once.
-        if not isinstance(entries, (list, tuple)) or getattr(_running, "now", False) or not any(map(_asks, entries)):
+        if not isinstance(entries, (list, tuple)) or running() or not any(map(_asks, entries)):
             return original(self, *args, **kwargs)
         inputs = embeddings.value(args, kwargs)
-        _running.now = True
+        inputs = first.value(args, kwargs) if inputs is None else inputs
+        _running.now = list(shares(list(entries), inputs.shape[1]))
         try:
-            coordinate(self, first.value(args, kwargs) if inputs is None else inputs, list(entries))
+            coordinate(self, inputs, _running.now)
             return original(self, *args, **kwargs)
         finally:
-            _running.now = False
+            _running.now = None
 
     return __call__
 
 
 def _asks(entry: Any) -> bool:
-    return any(getattr(c, "coordinator", None) is not None for c in getattr(entry, "rows", (entry,)))
+    caches = getattr(entry, "rows", (entry,))
+    return any(getattr(c, "coordinator", None) is not None or getattr(c, "protected", 0) for c in caches)
 
 
 def install(*models: Any) -> None:
     """Let coordinators see every forward of ``models`` (of their classes); a second time changes nothing."""
     for model in models:
-        wrap(type(model), _coordinated)
+        wrap(type(model), _coordinated, "coordinators")
 
 
 def uninstall() -> int:
     """Give every class that still has one of our wrappers its own ``__call__`` back; returns how many that were."""
     with _lock:
         restored = 0
-        for cls, (original, replaced) in list(_originals.items()):
+        for cls, (original, replaced, _) in list(_originals.items()):
             if cls.__dict__.get("__call__") is not replaced:
                 continue
             if original is None:

@@ -337,6 +337,8 @@ class KVCacheBuilder:
                 method(part.method).check(layer_config)
             method(part.method).require_built()
         hook.install(model)
+        for part in parts:
+            slots = method(part.method).prepare(model, slots, part)
         caches, blind, compressed = [], [], 0
         coordinators: dict[Coordinator | None, None] = {}
         for slot, *layer_configs in zip(slots, *per_slot, strict=True):

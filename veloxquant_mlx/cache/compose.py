@@ -60,6 +60,7 @@ def compose(evicting: Recipe, packing: Recipe, names: tuple[str, str]) -> Recipe
         eviction=ev,
         deferred=packing.deferred,
         guide=packing.guide,
+        protected=packing.protected,
         notes=(*evicting.notes, *packing.notes, *rewritten),
         from_store=evicting.from_store or packing.from_store,
     )

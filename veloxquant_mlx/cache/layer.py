@@ -311,6 +311,11 @@ class CompressedKVCache(_Base):
         return None if self._recipe.eviction is None else self._recipe.eviction.coordinator
 
     @property
+    def protected(self) -> int:
+        """Tokens that stay exact in this cache wherever they stand, once ``coordinators.sinks`` finds them."""
+        return self._recipe.protected
+
+    @property
     def store(self) -> Store:
         """The rows held; for coordinators."""
         return self._store
@@ -362,7 +367,7 @@ class CompressedKVCache(_Base):
         out = {"packed": 0, "window": 0, "index": 0, "fixed": 0}
         for name, array in self.arrays().items():
             stream, _, field = name.partition(".")
-            kind = "window" if field in ("sinks", "tail") else "packed"
+            kind = "window" if field in ("sinks", "tail", "exact") else "packed"
             out[kind if stream in ("k", "v") else "fixed" if name == saved.FINITE else "index"] += array.nbytes
         out["fixed"] += sum(a.nbytes for a in self.constants())
         return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -16,6 +16,7 @@ from ..methods._method import MethodInfo, Valid, refuse
 
 if TYPE_CHECKING:
     from ..core.types import LayerInfo, Recipe
+    from ..models.inspect import Slot
     from ._flat import FlatConfig
 
 MethodName = Literal[
@@ -111,6 +112,10 @@ class Method:
         if not self.built:
             ready = ", ".join(name for name in METHODS if method(name).built)
             raise NotImplementedError(f"method {self.info.name!r} is not built yet. Built methods: {ready or 'none'}.")
+
+    def prepare(self, model: Any, slots: Sequence[Slot], config: FlatConfig) -> Sequence[Slot]:
+        """``slots`` of ``model``, whose layers know what else the recipe needs of the model."""
+        return self.module.prepare(model, slots, config) if hasattr(self.module, "prepare") else slots
 
     def recipe(self, config: FlatConfig, layer: LayerInfo) -> Recipe:
         """How a cache of ``layer`` stores its rows and what it drops; ``config`` has passed ``check``."""

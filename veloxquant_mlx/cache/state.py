@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..coordinators.sinks import Emergence
 from ..core.exceptions import CacheStateError
 from ..core.types import LayerInfo, Recipe
 from ..models.bias import KeyBias
@@ -81,7 +82,7 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
     store = cache._store
     store.set_arrays(held)
     store.set_counts(header["rows"])
-    store.numbers = header["numbers"]
+    store.numbers = header.get("numbers", {})  # not in files of version 0.1
     for stream, (batch, heads, dim, dtype) in zip((store.keys, store.values), header["kind"], strict=True):
         stream.batch, stream.heads, stream.dim, stream.dtype = batch, heads, dim, getattr(mx, dtype)
 
@@ -144,6 +145,8 @@ def _layer_values(layer: LayerInfo) -> dict[str, Any]:
         values["rope"] = {"reason": layer.rope.reason}
     if layer.key_bias is not None:
         values["key_bias"] = layer.key_bias.vector.tolist()
+    if isinstance(layer.emergence, Emergence):
+        values["emergence"] = dataclasses.asdict(layer.emergence)
     return values
 
 
@@ -152,7 +155,10 @@ def _layer(values: dict[str, Any]) -> LayerInfo:
     if bias is not None:
         assert not isinstance(rope, UnknownRotation)
         bias = KeyBias(np.array(bias), rope)
-    return LayerInfo(**values | {"rope": rope, "key_bias": bias})
+    emergence = values.get("emergence")  # not in files of version 0.1
+    if isinstance(emergence, dict):
+        emergence = Emergence(emergence["block"], tuple(emergence["channels"]), emergence["threshold"])
+    return LayerInfo(**values | {"rope": rope, "key_bias": bias, "emergence": emergence})
 
 
 def _rope(values: dict[str, Any] | None) -> Rotation | UnknownRotation | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..core.types import Recipe
+from .exact import NOBODY, PROTECTED
 from .stream import GROW, PerRow, StreamStore
 
 __all__ = ["GROW", "Store"]
@@ -23,7 +24,7 @@ class Store:
     """
 
     def __init__(self, recipe: Recipe):
-        self.keys, self.values = (StreamStore(spec, self.where) for spec in (recipe.keys, recipe.values))
+        self.keys, self.values = (StreamStore(spec, self.where, self._marks) for spec in (recipe.keys, recipe.values))
         # None while row i is the token at position i.
         self.positions: mx.array | None = None
         self.vacant: mx.array | None = None
@@ -53,6 +54,9 @@ class Store:
         if self.positions is None:
             return mx.arange(start, stop, dtype=mx.int32)[None, None]
         return self.positions[..., start:stop]
+
+    def _marks(self) -> mx.array | None:
+        return self.aux.get(PROTECTED)
 
     def positions_or_range(self) -> mx.array:
         """Positions ``(B | 1, H | 1, n)`` int32 of all rows; -1 marks holes."""
@@ -146,6 +150,9 @@ class Store:
         gone = self.n - n
         self.keys.truncate(n)
         self.values.truncate(n)
+        marks = self._marks()
+        if marks is not None:
+            self.aux[PROTECTED] = mx.where(marks < n, marks, NOBODY)
         self.row_aux = {name: a[..., : max(a.shape[-1] - gone, 0)] * 1 for name, a in self.row_aux.items()}
 
     # -------------------------------------------------------------------------------------------------------- arrays

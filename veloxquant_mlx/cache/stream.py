@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..codecs.base import TILE, Codec, Codes, GuidedCodec, after, cast, compute_dtype, take_rows
 from ..core.types import Stream
 from .added import Added
+from .exact import Exact
 
 # Buffers grow by this many rows, so that appending one token is one small write. Held and counted in nbytes.
 GROW = 64
@@ -159,15 +160,18 @@ class Block:
 
 
 class StreamStore:
-    """One tensor of one layer: rows ``[sinks | prompt | packed | tail]``. ``where`` gives the positions of rows."""
+    """One tensor of one layer: rows ``[sinks | prompt | packed | tail]``. ``where`` gives the positions of rows.
 
-    def __init__(self, spec: Stream, where: PerRow):
+    ``marks`` gives the positions of the tokens that stay exact (``cache.exact``).
+    """
+
+    def __init__(self, spec: Stream, where: PerRow, marks: Callable[[], mx.array | None] = lambda: None):
         self.spec, self._where = spec, where
         # A tail that only grows gets room to grow; a bounded one is held to the row.
         self.sinks, self.tail = Rows(), Rows(GROW if spec.codec is None and not spec.bounded else 1)
         self.prompt = Block(spec.prompt) if spec.prompt is not None else None
         self.packed = Packed(spec.codec) if spec.codec is not None else None
-        self.added = Added()
+        self.added, self.exact = Added(), Exact(marks)
         # Of the rows as they came; known from the first append on.
         self.dtype, self.batch, self.heads, self.dim = mx.float32, 0, 0, 0
 
@@ -202,8 +206,9 @@ class StreamStore:
             self._fill_sinks()
             rows, start = self.tail.view(), self.sinks.n + held
             assert rows is not None
-            first = rows[..., : self.spec.first_rows, :]
-            self.packed.fit(self.packed.spec.fit(self._turn(first, start, back=True)))
+            first = self._turn(rows[..., : self.spec.first_rows, :], start, back=True)
+            n = first.shape[2]
+            self.packed.fit(self.packed.spec.fit(self.exact.shielded(first, self._where(start, start + n), n)))
         while due > 0:
             step, now = self.packed.spec.refit_rows, due
             if step:
@@ -223,10 +228,14 @@ class StreamStore:
     def _take(self, m: int) -> tuple[mx.array, int]:
         """The oldest ``m`` float rows after the sinks, taken out of the tail, and the index of the first."""
         self._fill_sinks()
-        return self.tail.pop_front(m), self.sinks.n + self.n_sealed
+        rows, start = self.tail.pop_front(m), self.sinks.n + self.n_sealed
+        self.exact.note(rows, self._where(start, start + m))
+        return rows, start
 
     def _encode(self, codec: Codec, rows: mx.array, start: int, guide: PerRow | None) -> Codes:
         rows = self._turn(rows, start, back=True)
+        if codec.block > 1:  # single tokens share no range
+            rows = self.exact.shielded(rows, self._where(start, start + rows.shape[2]), codec.block)
         if isinstance(codec, GuidedCodec):
             assert guide is not None, "a guided codec needs a recipe with a guide"
             return codec.encode_guided(rows, guide(start, start + rows.shape[2]))
@@ -277,7 +286,7 @@ class StreamStore:
     ) -> mx.array:
         """Rows ``start`` to ``stop`` of a sealed part, whose own first row is row ``first``."""
         rows = part.codec.rows(after(part.codes, done or []), start, stop, dtype or self.dtype)
-        return self._turn(rows, first + start)
+        return self.exact.to_rows(self._turn(rows, first + start), self._where(first + start, first + stop))
 
     def append(self, x: mx.array) -> None:
         """Add rows at the end of the tail."""
@@ -294,8 +303,9 @@ class StreamStore:
             if self.spec.rotation is None:
                 # Over the whole buffers, then cut: slicing codes would copy them.
                 scores = part.codec.scores(q, part.codes)[..., : part.n]
-                bias = self.spec.bias
-                parts.append(scores if bias is None else scores + bias.scores(q, self._where(at, at + part.n)))
+                bias, positions = self.spec.bias, self._where(at, at + part.n)
+                scores = scores if bias is None else scores + bias.scores(q, positions)
+                parts.append(self.exact.to_scores(scores, q, positions))
             else:
                 parts += self._turned_scores(part, q, at)
             at += part.n
@@ -318,7 +328,10 @@ class StreamStore:
         if (sinks := self.sinks.view()) is not None:
             parts.append(p[..., :at] @ sinks.astype(p.dtype))
         for part in self._sealed():
-            weights, spare = p[..., at : at + part.n], part.capacity - part.n if isinstance(part, Packed) else 0
+            weights, own = self.exact.split(p[..., at : at + part.n], self._where(at, at + part.n))
+            if own is not None:
+                parts.append(own)
+            spare = part.capacity - part.n if isinstance(part, Packed) else 0
             if spare:
                 weights = mx.pad(weights, [(0, 0)] * 3 + [(0, spare)])
             parts.append(part.codec.mix(weights, part.codes))
@@ -354,6 +367,8 @@ class StreamStore:
             self.tail.replace(rest[0])
         if n < self.sinks.n:
             self.sinks.truncate(n)
+        if not self.n_sealed:
+            self.exact.rows = None
         if self.packed is not None and not self.packed.n and n < self.spec.sinks + self.spec.first_rows:
             self.packed.fit({})
 
@@ -416,6 +431,7 @@ class StreamStore:
         for rows, start in ((self.sinks, 0), (self.tail, self.sinks.n + self.packed.n)):
             view = rows.view()
             if view is not None:
+                self.exact.note(view, self._where(start, start + rows.n))
                 parts.append(codec.encode(self._turn(view, start, back=True)))
         if self.sinks.n:
             parts.insert(1, held)
@@ -432,7 +448,8 @@ class StreamStore:
         assert taken is not None
         rows = self.packed.codec.decode(taken, self.dtype)
         every = mx.broadcast_to(self._where(0, self.n), (self.batch, self.heads, self.n))
-        rows = self._turn_at(rows, lambda: mx.take_along_axis(every, index, axis=-1), back=False)
+        positions = mx.take_along_axis(every, index, axis=-1)
+        rows = self.exact.to_rows(self._turn_at(rows, lambda: positions, back=False), positions)
         first, n = self.sinks.n, self.packed.n
         floats = [view for part in (self.sinks, self.tail) if (view := part.view()) is not None]
         if not floats:
@@ -456,6 +473,8 @@ class StreamStore:
         out = {name: rows.data for name, rows in (("sinks", self.sinks), ("tail", self.tail)) if rows.data is not None}
         if self.added.at is not None and self.added.rows is not None:
             out |= {"added.at": self.added.at, "added.rows": self.added.rows}
+        if self.exact.rows is not None:
+            out["exact"] = self.exact.rows
         if self.prompt is not None:
             out |= {f"prompt.{name}": a for name, a in self.prompt.codes.items()}
         if self.packed is not None:
@@ -469,6 +488,8 @@ class StreamStore:
             getattr(self, name).data = array
         elif kind == "added":
             setattr(self.added, field, array)
+        elif kind == "exact":
+            self.exact.rows = array
         elif kind == "prompt":
             assert self.prompt is not None
             self.prompt.codes[field] = array

@@ -64,7 +64,7 @@ def watch(block: Any, attention: Any, width: int | None, listens: Callable[[Comp
         if _branches.setdefault(type(block), branch) != branch:
             raise _unwatchable(block, "blocks of one class add their attention in different ways")
         _checked[key] = weakref.ref(block, lambda _: _checked.pop(key, None))
-    wrap(type(block), lambda original: _watched(original, listens))
+    wrap(type(block), lambda original: _watched(original, listens), "cosines")
 
 
 def cosines(x: mx.array, r: mx.array) -> mx.array:

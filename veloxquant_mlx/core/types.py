@@ -9,6 +9,7 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from ..codecs.base import Codec
+    from ..coordinators.sinks import Emergence
     from ..models.bias import KeyBias
     from ..models.rope import Rotation, UnknownRotation
     from ..policies.eviction import Eviction
@@ -28,7 +29,8 @@ class LayerInfo:
     is applied to. ``rope`` is the rotation that the layer gives its keys (``models.rope``), None where it gives none or
     no model is at hand. ``key_bias`` is the constant part of its keys, where it is large against the rest. ``shared``:
     another layer reads the same rows later in the same step. ``batches``: its attention can take a mask per sequence;
-    where it cannot, sequences run one by one.
+    where it cannot, sequences run one by one. ``emergence``: how the hidden state before this layer tells sinks, or why
+    it does not; None where no method asked.
     """
 
     head_dim: int = 128
@@ -42,6 +44,7 @@ class LayerInfo:
     key_bias: KeyBias | None = None
     shared: bool = False
     batches: bool = True
+    emergence: Emergence | str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,9 @@ class Recipe:
     """What a method builds: the storage of keys and values, what may be dropped, and notes for the receipt.
 
     ``deferred``: nothing is sealed before the prompt ends. ``guide`` tells the codecs what the model's queries attend
-    to. ``most`` names a field and the tokens that it lets in. ``from_store`` says that constants came out of
-    ``config.store``: without it the recipe cannot be built again.
+    to. ``protected``: so many tokens that ``coordinators.sinks`` finds stay exact. ``most`` names a field and the
+    tokens that it lets in. ``from_store`` says that constants came out of ``config.store``: without it the recipe
+    cannot be built again.
     """
 
     keys: Stream
@@ -98,6 +102,7 @@ class Recipe:
     eviction: Eviction | None = None
     deferred: bool = False
     guide: Guide | None = None
+    protected: int = 0
     most: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
     from_store: bool = False

@@ -63,7 +63,7 @@ def cache_slots(model: Any) -> list[Slot]:
     Raises QuantizerConfigError for a model without layers. Warns (UserWarning) when the model's ``make_cache`` raises.
     """
     hook.install(model)
-    layers = _layers(model)
+    layers = decoder_blocks(model)
     natives = _template(model, layers)
     readers = [(layer, _attention(layer)) for layer in layers]
     # With one slot per layer nobody shares; else more or fewer attentions than slots mean that rows are read twice.
@@ -96,6 +96,11 @@ def hidden_size(model: Any) -> int | None:
     return _first(_args(model), *_WIDTH)
 
 
+def vocabulary(model: Any) -> int | None:
+    """The number of tokens that the model knows, as configured."""
+    return _first(_args(model), "vocab_size", "num_vocab", "padded_vocab_size")
+
+
 def _ranked(slots: list[Slot]) -> list[Slot]:
     total = sum(slot.layer is not None for slot in slots)
     ranks = iter(range(total))
@@ -107,7 +112,8 @@ def _ranked(slots: list[Slot]) -> list[Slot]:
 # -- layers and the model's own cache list ----------------------------------------------------------------------------
 
 
-def _layers(model: Any) -> list[Any]:
+def decoder_blocks(model: Any) -> list[Any]:
+    """The layers of ``model`` in their order; QuantizerConfigError for a model without layers."""
     for owner in (model, getattr(model, "model", None), *language_models(model)):
         layers = getattr(owner, "layers", None)
         if layers is not None and not callable(layers):
