@@ -53,7 +53,7 @@ def main(prompt: int, decode: int, size: int, methods: list[str]) -> None:
     prefill(model, stock, ids[:, :prompt])
     rivals = {}
     for label in methods:
-        rivals[label] = KVCacheBuilder.for_model(model, KVCacheConfig(**METHODS[label]))
+        rivals[label] = KVCacheBuilder.for_model(model, KVCacheConfig(**METHODS[label]), serve_standalone=True)
         prefill(model, rivals[label], ids[:, :prompt])
     for caches in (stock, *rivals.values()):  # first calls build tables: not what is measured
         burst(model, copy.deepcopy(caches), ids[:, prompt : prompt + 2])

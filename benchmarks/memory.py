@@ -150,7 +150,7 @@ def main(prompt: int, decode: int) -> None:
     rows = [measure("mlx_lm, 16-bit", lambda: [KVCache() for _ in layers], layers, prompt) | {"x by formula": 1.0}]
     for label, (fields, bits) in METHODS.items():
         config = KVCacheConfig(**fields)
-        row = measure(label, lambda c=config: KVCacheBuilder.for_model(model, c), layers, prompt)
+        row = measure(label, lambda c=config: KVCacheBuilder.for_model(model, c, serve_standalone=True), layers, prompt)
         rows.append(row | {"x by formula": 16 / bits(total, decode)})
     settings = {"model": "SmolLM2-135M-Instruct", "kv": "float16", "prompt": prompt, "decoded": decode}
     common.show(f"{total} tokens ({decode} of them decoded), 30 layers, 3 kv heads of 64, float16 K/V", rows)

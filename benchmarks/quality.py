@@ -75,7 +75,7 @@ def main(name: str, prompt: int, scored: int) -> None:
     truth, rows = reference(model, tokens, prompt, step=512), []
     for label, fields in METHODS.items():
         config = KVCacheConfig(**fields)
-        make = lambda c=config: KVCacheBuilder.for_model(model, c)  # noqa: E731
+        make = lambda c=config: KVCacheBuilder.for_model(model, c, serve_standalone=True)  # noqa: E731
         rows.append(row(label, model, make, tokens, prompt, truth))
     # Three bits do not divide a word: mlx_lm's buffers only fit heads of 64 there.
     for bits in (8, 4, 3, 2) if name == "smollm2" else (8, 4, 2):

@@ -95,6 +95,35 @@ def rvq(bits: int) -> Callable[[int, Shape, int], int]:
     return held
 
 
+def codes(dim: int, bits: int) -> int:
+    """Bytes of a row of ``dim`` codes, padded to whole words."""
+    return up(dim, 32 // math.gcd(32, bits)) * bits // 8
+
+
+def mse(bits: int) -> Callable[[int, Shape, int], int]:
+    """One code per number and one float16 rms per row."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, *dims = shape
+        return b * h * up(tokens, GROW) * sum(codes(d, bits) + 2 for d in dims)
+
+    return held
+
+
+def prod(bits: int, outlier: int, fit: int) -> Callable[[int, Shape, int], int]:
+    """A quarter of a key's channels with ``outlier`` bits and 2 bytes each for their places, once they are found; one
+    bit per number is a sign. Two float16 sizes per stream of a key, one per value.
+    """
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        row = sum(codes(d, n - 1) + codes(d, 1) + 4 for d, n in ((dk // 4, outlier), (dk - dk // 4, bits)))
+        keys = up(tokens, GROW) * row + 2 * (dk // 4) if tokens >= fit else tokens * dk * itemsize
+        return b * h * (keys + up(tokens, GROW) * (codes(dv, bits) + 2))
+
+    return held
+
+
 def cachegen(bits: int, group: int) -> Callable[[int, Shape, int], int]:
     """Whole groups packed, keys and values alike: 8 bits for the first token, a float16 scale for every token."""
 
@@ -236,6 +265,13 @@ ROWS = (
     Row("gear", "gear", gear(0.01), channel_bits=2, prompt_block=True),
     Row("adakv", "adakv", adakv(64), {"residual_length": 64}, identity=63, channel_bits=2, value_bits=2),
     Row("zipcache", "zipcache", zipcache(4, 2, 0.2), channel_bits=2, prompt_block=True, queries=True),
+    Row("mse-2", "turboquant_mse", mse(2)),
+    Row(
+        "prod-3-out",
+        "turboquant_prod",
+        prod(3, 4, 64),
+        {"bit_width_inlier": 3, "bit_width_outlier": 4, "n_calib_tokens": 64},
+    ),
     Row("rvq-1", "turboquant_rvq", rvq(1), {"bit_width_inlier": 1}),
     Row("rvq-2", "turboquant_rvq", rvq(2), {"bit_width_inlier": 2}),
     Row("rvq-3", "turboquant_rvq", rvq(3), {"bit_width_inlier": 3}),

@@ -28,6 +28,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "gear": {"gear_bits": 8, "gear_sparse_fraction": 0.0625},  # whole numbers of outliers in half the heads too
     "adakv": {"residual_length": 64, "adakv_target_avg_bits": 4},  # heads compete within one machine only
     "zipcache": {},
+    "turboquant_mse": {},
+    "turboquant_prod": {"bit_width_outlier": 4, "n_calib_tokens": 32},
     "turboquant_rvq": {"bit_width_inlier": 3},
     "cachegen": {"cachegen_layer_groups": 1},  # a schedule by depth would give the halves different sizes
     "kvquant": {"n_calib_tokens": 64},
@@ -71,7 +73,8 @@ def build() -> Any:
 
 def run(model: Any, method: Any, prompt: mx.array, n: int) -> tuple[list[int], int, str]:
     """Greedy tokens, bytes held by this process, and the receipt."""
-    caches = KVCacheBuilder.for_model(model, KVCacheConfig(method=method, **METHODS[method]))
+    config = KVCacheConfig(method=method, **METHODS[method])
+    caches = KVCacheBuilder.for_model(model, config, serve_standalone=True)
     steps = generate_step(prompt, model, max_tokens=n, prompt_cache=caches, prefill_step_size=64)
     tokens = [int(token) for token, _ in steps]
     # generate_step leaves one more step in flight: its messages must be over before anything else is sent.

@@ -51,7 +51,7 @@ def config(row: Row, **fields: Any) -> KVCacheConfig:
 
 
 def caches_of(model: Any, row: Row, **fields: Any) -> list[Any]:
-    return KVCacheBuilder.for_model(model, config(row, **fields))
+    return KVCacheBuilder.for_model(model, config(row, **fields), serve_standalone=True)
 
 
 def prefill(model: Any, caches: list[Any], ids: mx.array, step: int) -> np.ndarray:

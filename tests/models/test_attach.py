@@ -31,7 +31,7 @@ def test_every_entry_point_compresses(row: Row) -> None:
     model, prompt = tiny.build("llama"), tiny.tokens(PROMPT)[0]
     expected, _ = greedy(model, prompt, 6, prompt_cache=caches_of(model, row))
     text = " ".join(f"w{t}" for t in expected)
-    attachment = attach(model, config(row))
+    attachment = attach(model, config(row), serve_standalone=True)
     assert kinds(model) == [CompressedKVCache] * 2
     for _ in range(2):  # every request has caches of its own
         assert greedy(model, prompt, 6)[0] == expected

@@ -69,7 +69,7 @@ def alone(name: str) -> tuple[list[Any], np.ndarray]:
 def test_pair(dropping: str, packing: str) -> None:
     """The same rows stay, they are packed, and decoding goes on at the same number of rows."""
     single, logits = alone(dropping)
-    both = KVCacheBuilder.for_model(model(), [config_of(dropping), config_of(packing)])
+    both = KVCacheBuilder.for_model(model(), [config_of(dropping), config_of(packing)], serve_standalone=True)
     got = prefill(model(), both, tiny.tokens(PROMPT), 50)
     if dropping != "streaming_llm":  # packs between the chunks of a prompt
         assert np.array_equal(got, logits)

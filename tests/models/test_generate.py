@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from tests.matrix import IDS, ROWS, Row
 from tests.models import tiny
-from tests.models.running import FIRST, caches_of, config, decode, greedy, prefill, token_list, word_tokenizer
+from tests.models.running import FIRST, caches_of, decode, greedy, prefill, token_list, word_tokenizer
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, QuantizerConfigError
 from veloxquant_mlx.cache.layer import CompressedKVCache, Mode
 from veloxquant_mlx.cache.report import cache_report
@@ -66,7 +66,7 @@ def test_make_cache(row: Row, tokenizer: TokenizerWrapper) -> None:
     """A model whose make_cache is ours serves every request with caches of its own."""
     model, prompt = tiny.build("llama"), tiny.tokens(PROMPT)[0]
     expected = expected_tokens(model, row, prompt, 6, 2048)
-    model.make_cache = lambda: KVCacheBuilder.for_model(model, config(row))
+    model.make_cache = lambda: caches_of(model, row)
     for _ in range(2):
         assert greedy(model, prompt, 6)[0] == expected
     assert generate(model, tokenizer, token_list(PROMPT), max_tokens=6).split() == [f"w{t}" for t in expected]

@@ -49,7 +49,7 @@ def reading(request: pytest.FixtureRequest) -> tuple[str, Any, list[int], Any]:
 def test_close_to_uncompressed(label: str, reading: tuple[str, Any, list[int], Any]) -> None:
     name, model, tokens, truth = reading
     fields, *bands = METHODS[label]
-    caches = KVCacheBuilder.for_model(model, KVCacheConfig(**fields))
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(**fields), serve_standalone=True)
     store_as(caches, mx.float16)
     found = compare(truth, teacher_force(model, tokens, caches, PROMPT, step=STEP))
     assert found.mean_kl < 2 * bands[0 if name == "smollm2" else 1]
@@ -60,7 +60,7 @@ def test_close_to_uncompressed(label: str, reading: tuple[str, Any, list[int], A
 def test_identity(fields: dict[str, Any], reading: tuple[str, Any, list[int], Any]) -> None:
     """Prompt in chunks, its last token alone, then single tokens: bit-identical while nothing is compressed."""
     _, model, tokens, truth = reading
-    caches = KVCacheBuilder.for_model(model, KVCacheConfig(**fields))
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(**fields), serve_standalone=True)
     run = teacher_force(model, tokens, caches, PROMPT, step=STEP)
     np.testing.assert_array_equal(run.logprobs, truth.run.logprobs)
 
@@ -72,7 +72,7 @@ def test_sensible_text(label: str, smollm2: tuple[Any, Any]) -> None:
     fields, *_ = METHODS[label]
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    caches = KVCacheBuilder.for_model(model, KVCacheConfig(**fields))
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(**fields), serve_standalone=True)
     assert "Paris" in generate(model, tokenizer, prompt, max_tokens=12, prompt_cache=caches)
 
 

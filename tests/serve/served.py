@@ -59,7 +59,9 @@ class Alone:
     def complete(self, prompt: str, max_tokens: int) -> str:
         """The greedy continuation of ``prompt``."""
         ids = self.tokenizer.encode(prompt)
-        caches = None if self.config is None else KVCacheBuilder.for_model(self.model, self.config)
+        caches = None
+        if self.config is not None:
+            caches = KVCacheBuilder.for_model(self.model, self.config, serve_standalone=True)
         steps = stream_generate(self.model, self.tokenizer, ids, max_tokens=max_tokens, prompt_cache=caches)
         return "".join(step.text for step in steps)
 

@@ -179,11 +179,16 @@ class KVCacheFactory:
         entry.check(config)
         entry.require_built()
 
-        from ..attention import hook  # imports mlx_lm, which takes seconds
+        own = copy.deepcopy(config)  # what the caller changes later was never checked
+        if own.method in STANDALONE_METHODS:
+            from .standalone import standalone  # imports mlx_lm, which takes seconds
+
+            return standalone(own)
+
+        from ..attention import hook
         from .layer import CompressedKVCache
 
         hook.install()
-        own = copy.deepcopy(config)  # what the caller changes later was never checked
         cache = CompressedKVCache(own, LayerInfo(head_dim=own.head_dim, value_dim=own.head_dim))
         if cache.coordinator is not None:
             cache.coordinator.alone()
@@ -315,6 +320,12 @@ class KVCacheBuilder:
                     f"method {part.method!r} is standalone: KVCacheFactory.create builds its cache, which is fed token "
                     "by token. To run a model with it, call for_model(model, config, serve_standalone=True) or choose "
                     "another method."
+                )
+            if part.sliding_window is not None:
+                raise QuantizerConfigError(
+                    f"sliding_window={part.sliding_window!r} cannot be used here: it must be None, because only what "
+                    "KVCacheFactory.create makes of a standalone method has a window. Drop tokens with a method that "
+                    "evicts instead, such as [KVCacheConfig(method='streaming_llm'), ...]."
                 )
 
         from ..attention import forward, hook  # imports mlx_lm, which takes seconds

@@ -39,6 +39,8 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("adakv, 2.5 bits", {"method": "adakv"}),
     ("gear, 2 bits", {"method": "gear"}),
     ("zipcache, 4 and 2 bits", {"method": "zipcache"}),
+    ("turboquant_mse, 4 bits", {"method": "turboquant_mse", "bit_width_inlier": 4}),
+    ("turboquant_prod, 4 bits", {"method": "turboquant_prod", "bit_width_inlier": 4}),
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
     ("cachegen, 4 bits at first", {"method": "cachegen"}),
@@ -159,14 +161,14 @@ class _Bench:
         measured = measure(
             self.model,
             self.story,
-            lambda: KVCacheBuilder.for_model(self.model, config),
+            lambda: KVCacheBuilder.for_model(self.model, config, serve_standalone=True),
             self.prompt_len,
             truth=self.truth,
             kv_dtype=self.half,
             step=CHUNK,
             progress=lambda done, _: self.tell(done),
         )
-        caches = KVCacheBuilder.for_model(self.model, config)
+        caches = KVCacheBuilder.for_model(self.model, config, serve_standalone=True)
         if self.half is not None:
             store_as(caches, self.half)
         return Row(label, config.method, measured, self.answer(caches))
