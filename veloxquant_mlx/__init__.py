@@ -21,6 +21,7 @@ from .core import (
 if TYPE_CHECKING:
     from .cache.attach import attach
     from .cache.files import load_cache, save_cache
+    from .cache.prepare import prepare_kvzip
     from .cache.report import cache_report
 
 __version__ = "0.1.0"
@@ -47,12 +48,19 @@ __all__ = [
     "cache_report",
     "detect_hardware_info",
     "load_cache",
+    "prepare_kvzip",
     "save_cache",
     "select_kv_cache_config",
 ]
 
 # These import mlx_lm, which takes seconds: not before somebody asks for them.
-_LATE = {"attach": "attach", "cache_report": "report", "load_cache": "files", "save_cache": "files"}
+_LATE = {
+    "attach": "attach",
+    "cache_report": "report",
+    "load_cache": "files",
+    "prepare_kvzip": "prepare",
+    "save_cache": "files",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,7 @@ ANSWER = 24  # most tokens of an answer
 SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4}),
     ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
+    ("kivi_sink, 2 bits", {"method": "kivi_sink", "bit_width_inlier": 2}),
     ("kitty, 2 and 4 bits", {"method": "kitty"}),
     ("adakv, 2.5 bits", {"method": "adakv"}),
     ("gear, 2 bits", {"method": "gear"}),

@@ -62,12 +62,17 @@ def generate_text(
     from mlx_lm.models.cache import make_prompt_cache
 
     from ..cache.report import cache_report
+    from ..coordinators.reconstruction import remember_tokenizer
 
     model, tokenizer = load(name)
     ids = prompt_ids(tokenizer, prompt, raw)
     if not ids:
         raise CacheInputError("--prompt cannot be used: it has no tokens. Give some text.")
-    caches = make_prompt_cache(model) if config is None else KVCacheBuilder.for_model(model, config)
+    remember_tokenizer(model, tokenizer)
+    if config is None:
+        caches = make_prompt_cache(model)
+    else:
+        caches = KVCacheBuilder.for_model(model, config, serve_standalone=True)
     last = None
     for last in stream_generate(model, tokenizer, ids, max_tokens=max_tokens, prompt_cache=caches):
         out.print(last.text, end="", markup=False, soft_wrap=True)

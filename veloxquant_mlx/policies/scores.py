@@ -57,7 +57,8 @@ class WindowAttention(Score):
     """Attention that the newest ``window`` queries pay to each older row, smoothed along the rows.
 
     Weights are taken over all rows, then averaged over the window and over the query heads of a kv head, then pooled
-    with an odd ``kernel`` (zero padding, divisor always ``kernel``). The window's own rows are protected.
+    with an odd ``kernel`` (zero padding, divisor always ``kernel``). The window's own rows are protected. With ``peak``
+    the largest weight counts, not the average.
     ``batched=False`` scores one kv head at a time: the same numbers with less scratch memory. ``decoded=True`` scores
     decoded float32 rows instead of what is stored: for comparison.
     """
@@ -67,6 +68,7 @@ class WindowAttention(Score):
     pooling: Literal["mean", "max"] = "mean"
     batched: bool = True
     decoded: bool = False
+    peak: bool = False
 
     def observe(self, store: Store, step: Step) -> None:
         old, q = store.aux.get("queries"), step.queries
@@ -96,11 +98,12 @@ class WindowAttention(Score):
         return mx.concatenate([pooled, mx.full((b, h, window), mx.inf)], axis=-1)
 
     def _seen(self, scores: mx.array, window: int, sinks: mx.array | None, live: mx.array | None) -> mx.array:
-        """Mean weight ``(B, H, n - window)`` from scores ``(B, H, R * window, n)``."""
+        """Mean (or largest) weight ``(B, H, n - window)`` from scores ``(B, H, R * window, n)``."""
         b, h, rows, n = scores.shape
         z = masks.apply(scores.reshape(b, h, rows // window, window, n), "causal", past=n - window)
         z = masks.apply(z, live, past=n - window)
-        return reference.softmax(z, sinks)[..., : n - window].mean(axis=(2, 3))
+        weights = reference.softmax(z, sinks)[..., : n - window]
+        return weights.max(axis=(2, 3)) if self.peak else weights.mean(axis=(2, 3))
 
 
 def pool(x: mx.array, kernel: int, how: Literal["mean", "max"]) -> mx.array:

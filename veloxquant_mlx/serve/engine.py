@@ -14,6 +14,7 @@ from mlx_lm.server import ModelProvider, ResponseGenerator
 
 from ..cache.attach import attach
 from ..cache.base import ModelConfig, name_of, parts_of
+from ..coordinators.reconstruction import remember_tokenizer
 from ..core.exceptions import QuantizerConfigError, VeloxError
 from .checks import RequestError
 from .live import LiveCaches, held
@@ -45,7 +46,8 @@ class Provider(ModelProvider):
         super()._load(*args, **kwargs)
         model: Any = self.model
         if self.config is not None:
-            attach(model, self.config)
+            attach(model, self.config, serve_standalone=True)
+            remember_tokenizer(model, self.tokenizer)
         caches = make_prompt_cache(model)
         self.trimmable = can_trim_prompt_cache(caches)
         if self.draft_model is not None and not self.trimmable:
