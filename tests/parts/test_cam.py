@@ -135,6 +135,24 @@ def test_every_path_sees_what_was_added(packing: str) -> None:
         assert mx.allclose(twin.attend(now.q, scale=0.125, mask=mask), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "evicting", [{"method": "cam", "cam_budget": 64}, {"method": "h2o", "h2o_budget": 64}], ids=str
+)
+@pytest.mark.parametrize("packing", ["turboquant_rvq", "cachegen", "gear", "zipcache"])
+def test_looking_at_packed_rows_changes_nothing(evicting: dict[str, Any], packing: str) -> None:
+    """Positions, rows and a state that is loaded elsewhere, while dropped rows are still there: not a bit."""
+    configs = KVCacheConfig(head_dim=64, **evicting), KVCacheConfig(method=packing, head_dim=64)  # type: ignore[arg-type]
+    data, layer = tensors(330), LayerInfo(head_dim=64, value_dim=64)
+    cache, twin = (CompressedKVCache(configs[0], layer, configs[1]) for _ in range(2))
+    for c in (cache, twin):
+        feed(c, data.part(0, 270), [249, *[1] * 21])
+    assert cache.store.dead == 20 and cache.positions.shape[-1] == cache.materialize()[0].shape[2] == 64
+    loaded = CompressedKVCache.from_state(cache.state)
+    want = feed(twin, data.part(270, 330), [1] * 60)
+    assert identical(feed(cache, data.part(270, 330), [1] * 60), want)
+    assert identical(feed(loaded, data.part(270, 330), [1] * 60), want)
+
+
 def _shut(cache: CompressedKVCache, length: int) -> mx.array:
     positions = cache.store.positions_or_range()[0, 0]
     return (positions >= 0) & (positions <= mx.arange(cache.offset - length, cache.offset)[:, None])

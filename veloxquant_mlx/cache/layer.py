@@ -16,6 +16,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from ..attention import entry, hook, masks
 from ..attention.hook import KVHandle
+from ..codecs.base import take_rows
 from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigError
 from ..core.types import LayerInfo, Recipe
 from ..observers.reporter import Reporter
@@ -281,10 +282,12 @@ class CompressedKVCache(_Base):
         """Decoded keys ``(B, H, n, Dk)`` and values ``(B, H, n, Dv)`` of the rows held, in the dtype they came in."""
         if self._store.n == 0:
             raise CacheStateError("materialize on an empty cache; call update_and_fetch first")
-        self._store.compact()
-        keys, values, view = self._store.keys, self._store.values, self._key_view()
-        rows = keys.dense(dtype=keys.dtype)
-        return view(rows, 0) if view else rows, values.dense(dtype=values.dtype)
+        order, view = self._store.order(), self._key_view()
+        keys, values = (
+            rows if order is None else take_rows(rows, order)
+            for rows in (stream.dense(dtype=stream.dtype) for stream in (self._store.keys, self._store.values))
+        )
+        return view(keys, 0) if view else keys, values
 
     def settle(self) -> None:
         """Act on the last update, once: observe its queries, drop rows, encode what left the windows."""
@@ -302,8 +305,8 @@ class CompressedKVCache(_Base):
     @property
     def positions(self) -> mx.array:
         """Positions ``(B | 1, H | 1, n)`` int32 of the rows held, oldest first; -1 pads heads that keep fewer rows."""
-        self._store.compact()
-        return self._store.positions_or_range()
+        positions, order = self._store.positions_or_range(), self._store.order()
+        return positions if order is None else mx.take_along_axis(positions, order, axis=-1)
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -450,7 +453,8 @@ class CompressedKVCache(_Base):
             shape = (k.batch, k.heads, self.offset)
             return KVHandle(self, "k", (*shape, k.dim), k.dtype), KVHandle(self, "v", (*shape, v.dim), v.dtype)
         keys, values = mx.depends(list(arrays or self.materialize()), list(self.arrays().values()))
-        if self._store.holes and self._mode is Mode.ARRAY:  # while it learns, attention may still come back
+        ragged = self._store.holes and not self._store.dead  # dropped rows are not among the arrays
+        if ragged and self._mode is Mode.ARRAY:  # while it learns, attention may still come back
             raise CacheStateError(
                 "the sequences in this cache keep different numbers of rows, which this model's own attention code "
                 "cannot be told. Run them one by one."

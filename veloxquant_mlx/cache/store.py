@@ -111,14 +111,13 @@ class Store:
 
     def cut(self, start: int, stop: int) -> None:
         """Drop rows ``start`` to ``stop`` of every head."""
-        if self.sealed:
+        if self.sealed or self.row_aux:
             self.keep(mx.concatenate([mx.arange(start), mx.arange(stop, self.n)])[None, None])
             return
         old = self.positions_or_range()
         self.keys.cut(start, stop)
         self.values.cut(start, stop)
         self.positions = mx.concatenate([old[..., :start], old[..., stop:]], axis=-1)
-        assert not self.row_aux, "rows with marks are dropped by keep"
 
     def drop_one(self, index: mx.array, slack: int) -> None:
         """Drop one row per head, ``index`` ``(B | 1, H | 1, 1)``, at a cost that does not grow with the rows held.
@@ -127,8 +126,7 @@ class Store:
         a hole, and holes are cleared away once there are more than ``slack``.
         """
         assert self.vacant is None
-        lead = mx.broadcast_shapes(self.positions_or_range().shape[:2], index.shape[:2])
-        self.positions = _put(mx.broadcast_to(self.positions_or_range(), (*lead, self.n)), index, -1)
+        self.positions = _put(self.positions_or_range(), index, -1)
         if not self.sealed:
             self.vacant = index
             return
@@ -136,14 +134,16 @@ class Store:
         if self.dead > slack:
             self.compact()
 
+    def order(self) -> mx.array | None:
+        """Rows ``(B | 1, H | 1, m)`` that were not dropped, oldest first; None where none was."""
+        gone = self.dead + (self.vacant is not None)
+        return mx.argsort(self.positions_or_range(), axis=-1)[..., gone:] if gone else None
+
     def compact(self) -> None:
         """Clear dropped rows away and put the others in the order of their positions."""
-        gone = self.dead + (self.vacant is not None)
-        if not gone:
-            return
-        order = mx.argsort(self.positions_or_range(), axis=-1)[..., gone:]
-        self.vacant, self.dead, self.holes = None, 0, False
-        self.keep(order)
+        if (order := self.order()) is not None:
+            self.vacant, self.dead, self.holes = None, 0, False
+            self.keep(order)
 
     def truncate(self, n: int) -> None:
         """Keep the oldest ``n`` rows."""
@@ -207,5 +207,6 @@ def _gather(x: mx.array, index: mx.array) -> mx.array:
 
 def _put(x: mx.array, slot: mx.array, value: int) -> mx.array:
     """``x`` ``(B | 1, H | 1, n)`` with ``value`` at ``slot`` ``(B | 1, H | 1, 1)``."""
-    index = mx.broadcast_to(slot, (*x.shape[:2], 1))
+    lead = mx.broadcast_shapes(x.shape[:2], slot.shape[:2])
+    x, index = mx.broadcast_to(x, (*lead, x.shape[2])), mx.broadcast_to(slot, (*lead, 1))
     return mx.put_along_axis(x, index, mx.full(index.shape, value, x.dtype), axis=-1)
