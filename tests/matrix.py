@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from tests.formulas_adakv import adakv
 from tests.formulas_gear import gear
+from tests.formulas_kvzip import latest
 from tests.formulas_nestedkv import competing
 from tests.formulas_zipcache import zipcache
 from veloxquant_mlx import KVCacheConfig
@@ -55,17 +56,20 @@ class Row:
         return CompressedKVCache(config, LayerInfo(head_dim=shape[2], value_dim=shape[3], rope=rope))
 
 
-def kivi(bits: int, group: int, residual: int) -> Callable[[int, Shape, int], int]:
-    """Keys: whole residuals packed. Values: all but a residual. Two float16 parameters per group."""
+def kivi(bits: int, group: int, residual: int, outlier: int = 0, fit: int = 0, sinks: int = 0) -> Callable:
+    """Keys: whole residuals packed. Values: all but a residual. Two float16 parameters per group.
+
+    With ``outlier`` bits for a quarter of the channels: two bytes for the place of each, once ``fit`` tokens are there.
+    """
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, dk, dv = shape
-        block = residual or group
-        keys = tokens // block * block
-        values = max(0, tokens - residual)
+        block, n = residual or group, dk // 4 if outlier else 0
+        keys = max(0, tokens - sinks) // block * block if tokens >= fit else 0
+        values = max(0, tokens - sinks - residual)
         room_k, room_v = up(keys, GROW), up(values, GROW)
         padded = up(up(dv, min(group, up(dv, 32))), 32)
-        packed = room_k * dk * bits // 8 + room_k // group * dk * 4
+        packed = room_k * ((dk - n) * bits + n * outlier) // 8 + room_k // group * dk * 4 + (2 * n if keys else 0)
         packed += room_v * (padded * bits // 8 + padded // min(group, padded) * 4)
         return b * h * (packed + itemsize * ((tokens - keys) * dk + (tokens - values) * dv))
 
@@ -247,10 +251,16 @@ ROWS = (
         channel_bits=4,
     ),
     Row(
-        "kivi-3-g16",
+        "kivi-3-8-g16",
         "kivi",
-        kivi(3, 16, 32),
-        {"bit_width_inlier": 3, "kivi_group_size": 16, "residual_length": 32},
+        kivi(3, 16, 32, outlier=8, fit=40),
+        {
+            "bit_width_inlier": 3,
+            "bit_width_outlier": 8,
+            "n_calib_tokens": 40,
+            "kivi_group_size": 16,
+            "residual_length": 32,
+        },
         identity=31,
         channel_bits=3,
     ),
@@ -261,6 +271,7 @@ ROWS = (
         {"bit_width_inlier": 8, "kivi_group_size": 64, "residual_length": 0},
         channel_bits=8,
     ),
+    Row("kivi_sink", "kivi_sink", kivi(2, 32, 32, sinks=5), {"residual_length": 32}, identity=36, channel_bits=2),
     Row("kitty", "kitty", kitty(64), {"residual_length": 64}, identity=95, channel_bits=2),
     Row("gear", "gear", gear(0.01), channel_bits=2, prompt_block=True),
     Row("adakv", "adakv", adakv(64), {"residual_length": 64}, identity=63, channel_bits=2, value_bits=2),
@@ -325,6 +336,16 @@ ROWS = (
     Row("curdkv", "curdkv", observed(64, sums=False), {"curdkv_budget": 64}, identity=64, drops=True),
     # Not for its queries: attention must know that heads are of different lengths.
     Row("nestedkv", "nestedkv", competing(64), {"nestedkv_budget": 64}, identity=64, drops=True, queries=True),
+    # Caches by themselves cannot run the reconstruction pass; tests/models/test_kvzip.py does.
+    Row(
+        "kvzip-latest",
+        "kvzip",
+        latest(64),
+        {"kvzip_probe": "latest", "kvzip_budget": 64},
+        identity=64,
+        drops=True,
+        queries=True,
+    ),
     Row(
         "pyramidkv",
         "pyramidkv",

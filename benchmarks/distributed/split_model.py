@@ -24,6 +24,7 @@ from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, cache_report
 
 METHODS: dict[str, dict[str, Any]] = {
     "kivi": {"bit_width_inlier": 4, "residual_length": 32},
+    "kivi_sink": {"bit_width_inlier": 4, "residual_length": 32},
     "kitty": {"residual_length": 64},
     "gear": {"gear_bits": 8, "gear_sparse_fraction": 0.0625},  # whole numbers of outliers in half the heads too
     "adakv": {"residual_length": 64, "adakv_target_avg_bits": 4},  # heads compete within one machine only

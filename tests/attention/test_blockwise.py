@@ -12,7 +12,7 @@ from tests.matrix import ROWS, Row, Shape, tensors
 from veloxquant_mlx.attention import blockwise, entry, reference
 from veloxquant_mlx.cache.store import Store
 
-PACKED = [row for row in ROWS if row.id in ("kivi-2", "kivi-3-g16", "kivi-8-r0", "rvq-1", "rvq-3")]
+PACKED = [row for row in ROWS if row.id in ("kivi-2", "kivi-3-8-g16", "kivi-8-r0", "rvq-1", "rvq-3")]
 SCALE = 0.125
 
 

@@ -23,6 +23,7 @@ DROPPING = [row for row in FIRST.values() if row.drops]
 # Settings of so many bits that rows which are encoded later, or once more, shift no token.
 FINE: dict[str, dict[str, Any]] = {
     "kivi": {"bit_width_inlier": 8},
+    "kivi_sink": {"bit_width_inlier": 8},
     "kitty": {"kitty_lo_bit": 8, "kitty_hi_bit": 8},
     "gear": {"gear_bits": 8},
     "kvquant": {"kvquant_bits": 5, "kvquant_outlier_fraction": 0.4},

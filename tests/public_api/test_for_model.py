@@ -95,7 +95,7 @@ def test_every_method_serves_a_model_or_says_that_it_is_not_built(name):
         (KVCacheConfig(method="snapkv", bit_width_inlier=[4, 4, 4]), "bit_width_inlier=4.*'snapkv'"),
         (KVCacheConfig(method="kivi", sliding_window=4), "sliding_window=4"),
         (KVCacheConfig(method="kivi", seed="x"), "seed='x'"),
-        (KVCacheConfig(method="kivi", bit_width_outlier=3), "bit_width_outlier=3.*two-stream mode"),
+        (KVCacheConfig(method="skvq", bit_width_outlier=3), "bit_width_outlier=3.*two-stream mode"),
     ],
 )
 def test_refusals(config, message):
