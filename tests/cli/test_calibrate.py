@@ -48,7 +48,7 @@ def test_a_list_for_an_average(model):
     assert sum(caches[i].config.bit_width_inlier for i in (1, 3)) == 6
     assert "3.00 bits on average over 2 compressed layers" in rest[0]
     assert "2 layers that keep the model's own cache" in rest[1]
-    assert [line.split(":")[0] for line in rest[2:]] == ["expected", "measured"]
+    assert [line.split(":")[0] for line in rest[2:4]] == ["expected", "measured"]
 
 
 def test_json(model):
@@ -58,6 +58,8 @@ def test_json(model):
     assert told["average"] == 2.5
     assert told["tokens"] == 120
     assert told["measured_on_other_text"] is True
+    assert told["expected_gain"] == pytest.approx(told["expected_kl_uniform"] - told["expected_kl"])
+    assert told["standard_error"] >= 0
     assert 0 < told["expected_kl"] <= told["expected_kl_uniform"]
     assert told["measured_kl"] > 0 < told["measured_kl_uniform"]
 
@@ -115,3 +117,11 @@ def test_refusals_before_a_model_is_loaded(words, message):
     assert result.exit_code == 2
     assert re.search(message, result.stderr), result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("error", "said"), [(0.04, False), (0.06, True)])
+def test_a_gain_within_its_error_is_said(error, said):
+    told = {"bits": [2, 4], "compressed_layers": [0, 1], "average": 3.0, "expected_kl": 0.2, "expected_kl_uniform": 0.3}
+    lines = list(calibrate.explain(told | {"expected_gain": 0.1, "standard_error": error}, "uniform"))
+    assert any("within two standard errors" in line for line in lines) == said
+    assert "expected: mean KL 0.20000 nats, uniform 0.30000: 1.50 times less" in lines

@@ -65,13 +65,21 @@ def test_predictions_come_true(model, measured):
 def test_allocation_takes_from_the_quiet_and_gives_to_the_loud():
     curve = {2: 5.0, 3: 1.0, 4: 0.2}
     sevenfold = {b: 7 * e for b, e in curve.items()}
-    made = Sensitivity((1, 3, 5), (0, 1, 2, 3, 5), 3, (1e-4, 1e-2, 1e-4), (curve, curve, sevenfold))
+    samples = tuple(np.array(kl) for kl in ([0.0, 2e-4], [1e-2, 1e-2], [1e-4, 1e-4]))
+    made = Sensitivity((1, 3, 5), (0, 1, 2, 3, 5), 3, samples, (curve, curve, sevenfold))
     assert made.curves == [pytest.approx(curve)] * 3
     bits = made.allocate(3)
     assert bits in ([2, 4, 3], [3, 4, 2])
     assert made.blind(3) == [3, 3, 3]
     assert made.predict(bits) == pytest.approx(1e-2 * 0.2 + 1e-4 * (5 + 1))
     assert made.predict(bits) < made.predict(made.blind(3))
+    assert made.divergence == [1e-4, 1e-2, 1e-4]
+    # By hand, per prediction: layer 3 saves 1e-2 * 0.8; the first layer loses KL * 4 where it is the quiet one.
+    saved = np.array([8e-3, 8e-3]) - 4 * samples[0 if bits[0] == 2 else 2]
+    gain, error = made.gain(bits, [3, 3, 3])
+    assert gain == pytest.approx(saved.mean())
+    assert error == pytest.approx(saved.std() / 2**0.5)
+    assert gain == pytest.approx(made.predict([3, 3, 3]) - made.predict(bits))
     assert made.full(bits) == [2, bits[0], 2, bits[1], bits[2]]  # entries 0 and 2 keep the model's own cache
 
 

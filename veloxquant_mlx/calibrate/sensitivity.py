@@ -35,20 +35,25 @@ CHUNK = 32  # tokens whose predictions are made together: their own rows are exa
 STEP = 512  # tokens of the prompt at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sensitivity:
     """What was measured, per compressed layer: ``indices`` are entries of the cache list.
 
-    ``divergence`` is the mean KL (nats) with only this layer compressed to ``probe`` bits, ``errors`` the mean squared
-    error of its attention output at each width. ``readers`` are the entries that take an element of a list of bits;
-    those that keep the model's own cache are among them.
+    ``samples`` are the KL (nats) of every prediction with only this layer compressed to ``probe`` bits, ``errors`` the
+    mean squared error of its attention output at each width. ``readers`` are the entries that take an element of a list
+    of bits; those that keep the model's own cache are among them.
     """
 
     indices: tuple[int, ...]
     readers: tuple[int, ...]
     probe: int
-    divergence: tuple[float, ...]
+    samples: tuple[np.ndarray, ...]
     errors: tuple[Curve, ...]
+
+    @property
+    def divergence(self) -> list[float]:
+        """Mean KL with only this layer compressed to ``probe`` bits."""
+        return [float(kl.mean()) for kl in self.samples]
 
     @property
     def curves(self) -> list[Curve]:
@@ -70,6 +75,16 @@ class Sensitivity:
     def predict(self, bits: Sequence[int]) -> float:
         """The mean KL that these bits are expected to cost."""
         return expected(self.divergence, bits, self.curves)
+
+    def gain(self, bits: Sequence[int], rival: Sequence[int]) -> tuple[float, float]:
+        """By how much ``bits`` should cost less mean KL than ``rival``, and the standard error of that.
+
+        KL is heavy-tailed: on a short text a small gain is within its error, and another text may turn it round.
+        """
+        saved = np.zeros(len(self.samples[0]))
+        for kl, curve, ours, theirs in zip(self.samples, self.curves, bits, rival, strict=True):
+            saved += kl * (curve[theirs] - curve[ours])
+        return float(saved.mean()), float(saved.std() / np.sqrt(len(saved)))
 
     def full(self, bits: Sequence[int]) -> list[int]:
         """``bits`` with an element for every attention layer; one that is not compressed gets the smallest choice."""
@@ -108,13 +123,13 @@ def layer_sensitivity(
             f"{config.method!r} at {probe} bits compressed nothing of {len(tokens)} tokens: they fit into its exact "
             "window. Give a longer text or a smaller window."
         )
-    divergence = []
+    samples = []
     for index in indices:
         caches = [slot.native for slot in cache_slots(model)]
         caches[index] = for_layers(model, config, probe)[index]
-        divergence.append(passes.divergence(caches))
+        samples.append(passes.divergence(caches))
     readers = tuple(slot.index for slot in cache_slots(model) if slot.attention is not None)
-    return Sensitivity(indices, readers, probe, tuple(divergence), errors)
+    return Sensitivity(indices, readers, probe, tuple(samples), errors)
 
 
 def divergences(
@@ -127,7 +142,7 @@ def divergences(
     """Mean KL (nats) over the second half of ``tokens``, for every list or number of bits in ``bits``."""
     passes = _Passes(model, tokens, len(bits) + 1, progress)
     passes.exact([slot.native for slot in cache_slots(model)], [])
-    return [passes.divergence(for_layers(model, config, b)) for b in bits]
+    return [float(passes.divergence(for_layers(model, config, b)).mean()) for b in bits]
 
 
 class _Rivals:
@@ -155,7 +170,7 @@ class _Rivals:
     @property
     def errors(self) -> dict[int, float]:
         """Mean squared error of the attention output at each width."""
-        return {bits: _float(total) / self.count for bits, total in self.sums.items()}
+        return {bits: float(np.array(total)) / self.count for bits, total in self.sums.items()}
 
 
 class _Passes:
@@ -172,10 +187,10 @@ class _Passes:
         """The pass that the others are compared with."""
         self.truth = [mx.contiguous(logprobs) for logprobs in self._read(caches, watchers)]
 
-    def divergence(self, caches: list[Any]) -> float:
-        """Mean KL in nats of a pass with ``caches``."""
+    def divergence(self, caches: list[Any]) -> np.ndarray:
+        """KL in nats of every prediction of a pass with ``caches``, float64."""
         rows = zip(self.truth, self._read(caches, caches), strict=True)
-        return sum(_float(mx.sum(_kl(p, q))) for p, q in rows) / (self.ids.shape[1] - self.half)
+        return np.concatenate([np.array(_kl(p, q)) for p, q in rows]).astype(np.float64)
 
     def _read(self, caches: list[Any], ending: Sequence[Any]) -> Iterator[mx.array]:
         """Log-probabilities ``(n, V)`` of the second half, chunk by chunk."""
@@ -197,10 +212,6 @@ class _Passes:
                 for cache in ending:  # a prompt ends here, which methods that wait for its end cannot know
                     if isinstance(cache, CompressedKVCache | _Rivals):
                         cache.end_prefill()
-
-
-def _float(x: mx.array) -> float:
-    return float(np.array(x))
 
 
 def _kl(p: mx.array, q: mx.array) -> mx.array:

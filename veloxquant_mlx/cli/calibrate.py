@@ -72,6 +72,7 @@ def allocate(
     with _bar(err, f"measuring {config.method} on {len(used)} tokens") as tell:
         found = layer_sensitivity(model, used, config, choices=choices, progress=tell)
     bits, blind = found.allocate(average), found.blind(average)
+    gain, error = found.gain(bits, blind)
     told: dict[str, Any] = {
         "method": config.method,
         "fields": bit_fields(config.method),
@@ -81,6 +82,8 @@ def allocate(
         "tokens": len(used),
         "expected_kl": found.predict(bits),
         "expected_kl_uniform": found.predict(blind),
+        "expected_gain": gain,
+        "standard_error": error,
     }
     if check:
         judged, unseen = (rest or [used])[0], bool(rest)
@@ -122,8 +125,10 @@ def explain(told: dict[str, Any], rival: str) -> Iterator[str]:
     if "measured_kl" in told:
         pairs.append(("measured", told["measured_kl"], told["measured_kl_uniform"]))
     for word, kl, other in pairs:
-        ratio = f"{other / kl:.2f} times less" if 0 < kl <= other else "no gain"
+        ratio = f"{other / kl:.2f} times less" if 0 < kl < other else "no gain"
         yield f"{word}: mean KL {kl:.5f} nats, uniform {other:.5f}: {ratio}"
+    if told["expected_gain"] < 2 * told["standard_error"]:
+        yield "The expected gain is within two standard errors: measure on more --tokens before you rely on it."
     if "measured_kl" in told and not told["measured_on_other_text"]:
         yield "The text is too short to measure on a part that the bits were not chosen on: this is the same part."
 
