@@ -23,11 +23,19 @@ MIB = 2**20
 
 
 def load(name: str) -> tuple[Any, list[int]]:
-    """The model ``smollm2`` or ``gemma3`` in float32, and the committed text as its token ids."""
+    """The model ``smollm2`` or ``gemma3`` in float32, and the committed texts as its token ids."""
     from mlx_lm import load as mlx_lm_load
 
     model, tokenizer, *_ = mlx_lm_load(str(ensure_model(name, ROOT / ".models")))
-    return model, list(tokenizer.encode(passage()))
+    sequel = (ROOT / "benchmarks" / "sequel.txt").read_text(encoding="utf-8")
+    return model, list(tokenizer.encode(passage() + sequel.rstrip()))
+
+
+def tokenizer(name: str) -> Any:
+    """The tokenizer of the model ``smollm2`` or ``gemma3``."""
+    from mlx_lm.utils import load_tokenizer
+
+    return load_tokenizer(ensure_model(name, ROOT / ".models"))
 
 
 def machine() -> dict[str, Any]:
