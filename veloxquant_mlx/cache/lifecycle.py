@@ -69,7 +69,7 @@ class Lifecycle:
                 self.guide.observe(store, step)
             # Once rows were dropped for good, queries matter again only from the next turn's prompt on.
             watched = prompt or (ev is not None and ev.per_step) or self.capacity is not None or store.n == offset
-            if ev is not None and watched and self.budget != UNLIMITED:
+            if ev is not None and watched and (self.budget != UNLIMITED or store.n == offset):
                 ev.observe(store, step)
         self.phase = Phase.DECODE if ends or not prompt else Phase.PREFILL
         if ev is not None:
@@ -87,6 +87,8 @@ class Lifecycle:
         self.settle(store, offset)
         ends = self.phase is Phase.PREFILL or store.n == offset
         if self.eviction is not None and ends:
+            if self.eviction.once and store.n == offset:
+                self.budget = None  # nothing was dropped so far, and the caller asks for it
             self._evict(store, offset, True)
         self._seal(store, offset, ends)
         self.phase = Phase.DECODE
@@ -97,10 +99,7 @@ class Lifecycle:
         dropped = self.eviction.drop(store, offset, prompt, self.scale, self.sinks, self.budget)
         if self.eviction.once:
             self.budget = UNLIMITED
-        over = self.budget == UNLIMITED or (
-            dropped and self.capacity is None and not self.eviction.bounded and not self.eviction.per_step
-        )
-        if over:
+        if dropped and self.capacity is None and not self.eviction.bounded and not self.eviction.per_step:
             self.eviction.forget(store)
         if prompt and self.eviction.retrieval is not None:
             self.eviction.retrieval.prepare(store, offset)

@@ -75,5 +75,5 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
         policy = Eviction(budget, sinks, score=score, select=Compete(0), ragged=True, once=True)
         return Recipe(keys=Stream(), values=Stream(), eviction=policy, notes=(LATEST,))
     coordinator = Reconstruction(budget, sinks)
-    policy = Eviction(budget, sinks, score=Reconstructed(), ragged=True, once=True, coordinator=coordinator)
+    policy = Eviction(budget, sinks, score=Reconstructed(), ragged=True, coordinator=coordinator)
     return Recipe(keys=Stream(), values=Stream(), eviction=policy)

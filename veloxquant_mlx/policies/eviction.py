@@ -60,8 +60,8 @@ class Eviction:
     after every call. Without a ``score`` the kept rows are sinks and recents alone (``sinks + recent == budget``).
     ``select`` replaces the choice of the top scores at the end of a prompt (``ragged``: heads then keep different
     numbers of rows), ``merge`` acts on a row that decoding drops, ``retrieval`` reads some of the rows only, and
-    ``coordinator`` decides across layers. ``once``: only the first prompt drops rows. ``recent`` may depend on the
-    budget, which may depend on the prompt.
+    ``coordinator`` decides across layers. ``once``: only the end of the first prompt drops rows. ``recent`` may depend
+    on the budget, which may depend on the prompt.
     With a ``rotation`` the sink rows' keys are moved along by as many positions as rows were dropped: streaming methods
     count positions inside the cache.
     """
