@@ -104,6 +104,14 @@ def answer(model: Any, prompt: dict[str, Any], caches: list[Any] | None, n: int 
     return [token for token, _ in rows], np.stack([row for _, row in rows])
 
 
+def test_layers_of_a_language_model_are_coordinated(qwen: Any) -> None:
+    """mlx_vlm calls the language model by itself, with embeddings: its layers still share one choice."""
+    config = KVCacheConfig(method="chunkkv", chunkkv_budget=60, chunkkv_reuse_layers=2)
+    first, second = KVCacheBuilder.for_model(qwen, config)
+    answer(qwen, picture(1), [first, second], n=2)
+    assert mx.array_equal(first.positions, second.positions) and first.positions.shape[-1] < 100
+
+
 def test_a_picture_is_seen_through_compressed_caches(qwen: Any) -> None:
     """Below the residual nothing differs; at 8 bits hardly anything (half a step is 0.2 % of a group's range)."""
     prompt = picture(1)
