@@ -24,6 +24,8 @@ DROPPING = [row for row in FIRST.values() if row.drops]
 FINE: dict[str, dict[str, Any]] = {
     "kivi": {"bit_width_inlier": 8},
     "kivi_sink": {"bit_width_inlier": 8},
+    "adakv": {"adakv_lo_bit": 8, "adakv_mid_bit": 8, "adakv_hi_bit": 8, "adakv_target_avg_bits": 8.0},
+    "zipcache": {"zipcache_hi_bits": 8, "zipcache_lo_bits": 8},
     "kitty": {"kitty_lo_bit": 8, "kitty_hi_bit": 8},
     "gear": {"gear_bits": 8},
     "kvquant": {"kvquant_bits": 5, "kvquant_outlier_fraction": 0.4},
