@@ -31,7 +31,7 @@ class StandaloneKVCache(KVCache):
     may come before or after its value; it counts once both are there.
 
     Raises CacheInputError for anything but a vector of ``head_dim`` numbers, CacheStateError for a full ``capacity``
-    (at the append that completes the token too many) and for attention over nothing or over half a token.
+    (at the append that completes the token too many, which is not kept) and for attention over nothing or over half a token.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
@@ -96,5 +96,4 @@ class StandaloneKVCache(KVCache):
 
     def _complete(self) -> None:
         if self._keys and self._values:
-            self._cache.append(self._keys[0], self._values[0])
-            del self._keys[0], self._values[0]  # after the append: a row that is refused changes nothing
+            self._cache.append(self._keys.pop(0), self._values.pop(0))
