@@ -13,11 +13,13 @@ from mlx_lm.models.cache import KVCache as ServingCache
 
 from veloxquant_mlx import (
     KernelUnavailableError,
+    KVCache,
     KVCacheBuilder,
     KVCacheConfig,
     KVCacheFactory,
     QuantizerConfigError,
 )
+from veloxquant_mlx.cache.base import STANDALONE_METHODS
 from veloxquant_mlx.cache.options import SnapKVOptions
 from veloxquant_mlx.cache.registry import METHODS, method
 from veloxquant_mlx.observers import EventLog
@@ -134,6 +136,8 @@ CREATE = [
     ({"method": "age_tiered", "age_mid_boundary": 64}, ["age_mid_boundary=64", "age_recent_boundary = 128"]),
     ({"method": "vecinfer", "head_dim": 100, "value_sub_dim": 8}, ["value_sub_dim=8", "head_dim = 100"]),
     ({"method": "vecinfer", "key_codebook": mx.zeros((8, 4))}, ["key_codebook", "(8, 4)", "(4096, 4)"]),
+    ({"method": "turboquant_mse", "jl_dim": 64}, ["jl_dim=64", "None for method 'turboquant_mse'"]),
+    ({"method": "turboquant_rvq", "bit_width_outlier": 5}, ["bit_width_outlier=5", "1..4"]),
     ({"method": "turboquant_mse", "bit_width_inlier": 9}, ["bit_width_inlier=9", "1, 2, 3, 4, 5, 6, 8"]),
     ({"method": "turboquant_mse", "n_outlier_channels": 8}, ["n_outlier_channels=8", "bit_width_outlier"]),
     ({"method": "qjl", "n_outlier_channels": 128}, ["n_outlier_channels=128", "< head_dim = 128"]),
@@ -189,10 +193,15 @@ def test_the_defaults_of_every_method_pass(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_create_gives_a_serving_cache_or_says_that_the_method_is_not_built(name):
+def test_create_gives_the_documented_kind_of_cache_or_says_that_the_method_is_not_built(name):
     config = KVCacheConfig(method=name)
+    if name == "kvzip" and method(name).built:
+        with pytest.raises(QuantizerConfigError, match=r"kvzip_probe='context'.*for_model"):  # it needs the model
+            KVCacheFactory.create(config)
+        config = KVCacheConfig(method=name, kvzip_probe="latest")
     if method(name).built:
-        assert isinstance(KVCacheFactory.create(config), ServingCache)
+        kind = KVCache if name in STANDALONE_METHODS else ServingCache
+        assert isinstance(KVCacheFactory.create(config), kind)
     else:
         with pytest.raises(NotImplementedError, match=f"method '{name}' is not built yet"):
             KVCacheFactory.create(config)
@@ -247,18 +256,3 @@ def test_build_makes_a_cache_that_later_steps_do_not_change():
     builder.with_head_dim(32).with_observer(EventLog())
     assert cache.config.head_dim == 64
     assert len(cache.config.observers) == 1
-
-
-def test_documented_builder_example_is_accepted_up_to_the_method():
-    builder = (
-        KVCacheBuilder()
-        .with_method("turboquant_prod")
-        .with_head_dim(128)
-        .with_bit_width(inlier=2, outlier=3)
-        .with_jl_dim(128)
-        .with_seed(42)
-    )
-    method("turboquant_prod").check(builder._config)
-    if not method("turboquant_prod").built:
-        with pytest.raises(NotImplementedError, match="turboquant_prod"):
-            builder.build()
