@@ -26,7 +26,7 @@ def load(name: str) -> tuple[Any, list[int]]:
     """The model ``smollm2`` or ``gemma3`` in float32, and the committed texts as its token ids."""
     from mlx_lm import load as mlx_lm_load
 
-    model, tokenizer, *_ = mlx_lm_load(str(ensure_model(name, ROOT / ".models")))
+    model, tokenizer, *_ = mlx_lm_load(str(ensure_model(name, ROOT / ".models", mx.float32)))
     sequel = (ROOT / "benchmarks" / "sequel.txt").read_text(encoding="utf-8")
     return model, list(tokenizer.encode(passage() + sequel.rstrip()))
 
@@ -35,7 +35,7 @@ def tokenizer(name: str) -> Any:
     """The tokenizer of the model ``smollm2`` or ``gemma3``."""
     from mlx_lm.utils import load_tokenizer
 
-    return load_tokenizer(ensure_model(name, ROOT / ".models"))
+    return load_tokenizer(ensure_model(name, ROOT / ".models", mx.float32))
 
 
 def machine() -> dict[str, Any]:
