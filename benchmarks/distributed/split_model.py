@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "zipcache": {},
     "turboquant_mse": {},
     "turboquant_prod": {"bit_width_outlier": 4, "n_calib_tokens": 32},
+    "qjl": {"residual_length": 32, "n_outlier_channels": 4},
     "turboquant_rvq": {"bit_width_inlier": 3},
     "cachegen": {"cachegen_layer_groups": 1},  # a schedule by depth would give the halves different sizes
     "kvquant": {"n_calib_tokens": 64},
@@ -48,6 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tova": {"tova_budget": 200},  # its set is by all heads, processes see their own: nothing is dropped here
     "keyformer": {"keyformer_budget": 64, "keyformer_tau": 0.0},  # noise is that of the process's own layers and heads
     "morphkv": {"morphkv_budget": 64},
+    "kvzip": {"kvzip_budget": 200},  # layers and heads compete, within one process only: nothing is dropped here
     "cam": {"cam_budget": 64, "cam_merge_gate": False},  # draws are those of the process's own layers and heads
     "rocketkv": {"rocketkv_compression_ratio": 4.0},
 }

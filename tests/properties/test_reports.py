@@ -143,7 +143,7 @@ def a_chat_of_many_turns(row: Row) -> None:
         at += n + 5  # the last answered token has not been fed
         assert np.isfinite(logprobs).all() and {c.offset for c in caches} == {at + 1}
         at += 1
-        if row.drops:
+        if row.drops and row.method != "kvzip":  # which drops once, at the end of the first prompt
             assert all(c.positions.shape[-1] <= row.identity + 40 for c in caches)
 
 
