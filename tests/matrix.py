@@ -128,6 +128,22 @@ def prod(bits: int, outlier: int, fit: int) -> Callable[[int, Shape, int], int]:
     return held
 
 
+def qjl(bits: int, residual: int, m: int = 0, outliers: int = 0) -> Callable[[int, Shape, int], int]:
+    """All but a residual, in groups of 32. Keys: signs (``m`` or one per channel) and a float16 size, outliers with as
+    many signs as channels at most and a size of their own, and a byte for each per group. Values: affine.
+    """
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        n = max(0, tokens - residual) // 32 * 32
+        row = up(m or dk, 32) // 8 + 2 + (up(min(m or dk, dk), 32) // 8 + 2 if outliers else 0)
+        row += up(dv, 32) // 32 * (4 * bits + 4)
+        packed = up(n, GROW) * row + up(n, GROW) // 32 * outliers
+        return b * h * (packed + (tokens - n) * (dk + dv) * itemsize)
+
+    return held
+
+
 def cachegen(bits: int, group: int) -> Callable[[int, Shape, int], int]:
     """Whole groups packed, keys and values alike: 8 bits for the first token, a float16 scale for every token."""
 
@@ -282,6 +298,15 @@ ROWS = (
         "turboquant_prod",
         prod(3, 4, 64),
         {"bit_width_inlier": 3, "bit_width_outlier": 4, "n_calib_tokens": 64},
+    ),
+    Row("qjl", "qjl", qjl(2, 64), {"residual_length": 64}, identity=95),
+    Row(
+        "qjl-out",
+        "qjl",
+        qjl(3, 32, m=100, outliers=8),
+        {"bit_width_inlier": 3, "jl_dim": 100, "n_outlier_channels": 8, "residual_length": 32},
+        identity=63,
+        channel_bits=1,
     ),
     Row("rvq-1", "turboquant_rvq", rvq(1), {"bit_width_inlier": 1}),
     Row("rvq-2", "turboquant_rvq", rvq(2), {"bit_width_inlier": 2}),

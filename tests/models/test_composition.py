@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "adakv": {"residual_length": 32},
     "kitty": {"residual_length": 32},
     "skvq": {"skvq_window": 16},
+    "qjl": {"residual_length": 32},
     "kvquant": {"n_calib_tokens": 64},
     "streaming_llm": {"stream_window_size": BUDGET - 4},
     "rocketkv": {"rocketkv_compression_ratio": 2.0, "rocketkv_obs_window": 8},

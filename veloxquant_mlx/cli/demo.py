@@ -44,6 +44,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("turboquant_prod, 4 bits", {"method": "turboquant_prod", "bit_width_inlier": 4}),
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
+    ("qjl, 1 and 2 bits", {"method": "qjl", "jl_dim": 128, "n_outlier_channels": 8}),
     ("cachegen, 4 bits at first", {"method": "cachegen"}),
     ("kvquant, 3 bits", {"method": "kvquant"}),
     ("skvq, 2 bits", {"method": "skvq"}),
