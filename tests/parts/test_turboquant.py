@@ -279,7 +279,7 @@ def test_outliers_help_where_there_are_some():
         made.append(keys, data.v)
         made.settle()
         q = data.q[:, ::2, :4]
-        return mx.square(made.store.keys.scores(q) - q @ keys.swapaxes(-1, -2)).mean().item()
+        return float(mx.square(made.store.keys.scores(q) - q @ keys.swapaxes(-1, -2)).mean())
 
     assert error(bit_width_inlier=2, bit_width_outlier=4) < 0.7 * error(bit_width_inlier=3)
 

@@ -101,7 +101,7 @@ def test_scores_are_better_than_one_stream_of_as_many_bits(part):
     exact = q @ x.swapaxes(-1, -2)
 
     def error(codec: Codec) -> float:
-        return mx.square(codec.scores(q, codec.encode(x)) - exact).mean().item()
+        return float(mx.square(codec.scores(q, codec.encode(x)) - exact).mean())
 
     split = bound(TwoStream(PARTS[part](48, 2), PARTS[part](16, 5), 64, 16, 64), x)
     assert error(split) < 0.5 * error(PARTS[part](64, 3))

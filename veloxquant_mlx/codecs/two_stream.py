@@ -7,6 +7,7 @@ tokens, so they are found once and then coded apart.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from math import lcm
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ class TwoStream(Codec):
             for prefix, codec in self.parts.items()
             for name, (axis, slots) in codec.layout.items()
         }
-        self.symbols: dict[str, Symbols] = {
+        self.symbols: Mapping[str, Symbols] = {
             prefix + name: coded for prefix, codec in self.parts.items() for name, coded in codec.symbols.items()
         }
         self._channels: mx.array | None = None
