@@ -84,9 +84,14 @@ class _Affine(Codec):
         # MLX promotes bfloat16 with float16 parameters to float32 by itself; float32 with float16 costs 5 % (CPU).
         wide = x.astype(compute_dtype(x.dtype))
         # The CUDA back end refuses views with gaps (MLX 0.32.4); the CPU copies them by itself.
-        words, scales, biases = (mx.contiguous(codes[name]) for name in ("words", "scales", "biases"))
+        words, scales, biases = (_rows(codes[name]) for name in ("words", "scales", "biases"))
         out = mx.quantized_matmul(wide, words, scales, biases, transpose, group_size=self.group, bits=self.bits)
         return out.astype(x.dtype)
+
+
+def _rows(x: mx.array) -> mx.array:
+    """``x`` row by row. A transposed column counts as contiguous, but its strides are none that CUDA takes."""
+    return mx.contiguous(x) if x.shape[-1] > 1 else x.reshape(-1).reshape(x.shape)
 
 
 class ChannelAffine(_Affine):
