@@ -4,7 +4,7 @@ Paper: Behnam et al., "RocketKV: Accelerating Long-Context LLM Inference via Two
 arXiv:2502.14051. Paper setting: no sinks. Ours: sinks, a new choice at the end of every later prompt, dense attention
 of prompt tokens, and the least number of rows that short prompts are left with, which is also the least that a query
 reads. The authors' code leaves room for the tokens to be generated; a cache does not know their number, so these come
-on top.
+on top. Fewer numbers are read; no kernel fuses the choice with attention, so that the chosen rows are copied first.
 """
 
 from __future__ import annotations
