@@ -15,7 +15,8 @@ from veloxquant_mlx import KVCacheConfig, KVCacheFactory, QuantizerConfigError
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.calibrate.allocate import allocate_bits, expected
 from veloxquant_mlx.codecs.affine import ChannelAffine, TokenAffine
-from veloxquant_mlx.codecs.headwise import HeadKeys, HeadValues, shared_planes
+from veloxquant_mlx.codecs.headwise import HeadKeys, HeadValues, shared_planes, spread
+from veloxquant_mlx.codecs.packing import unpack
 from veloxquant_mlx.policies.importance import BETA, entropy, share_bits
 
 ROW = Row("adakv", "adakv", adakv(64), {"residual_length": 64})
@@ -108,6 +109,11 @@ def test_a_head_is_coded_as_by_the_plain_codec_of_its_bits(choices: tuple[int, .
             b = int(np.array(bits)[0, head, at])
             plain = ChannelAffine(b, group) if codec is keys else TokenAffine(b, group, dim=dim)
             assert mx.allclose(rows[part], plain.decode(plain.encode(x[part])), rtol=1e-6, atol=1e-6)
+
+
+def test_single_bits_are_spread_over_codes_of_two() -> None:
+    words = mx.random.randint(0, 1 << 32, (3, 5), dtype=mx.uint32, key=mx.random.key(0))
+    assert mx.array_equal(unpack(spread(words), 2), unpack(words, 1))
 
 
 @pytest.mark.parametrize("dim", [64, 80])

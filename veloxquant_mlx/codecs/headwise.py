@@ -36,6 +36,14 @@ def block_multiple(choices: Sequence[int], group: int) -> int:
     return padded(group, row_multiple(choices[0]), row_multiple(unit) if unit else 1)
 
 
+def spread(words: mx.array) -> mx.array:
+    """Words ``(..., 2 W)`` of 2-bit codes for the words ``(..., W)`` of 1-bit codes: MLX multiplies no single bits."""
+    x = mx.stack([words & 0xFFFF, words >> 16], axis=-1)
+    for shift, mask in ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+        x = (x | (x << shift)) & mask
+    return x.reshape(*words.shape[:-1], -1)
+
+
 class _Heads(GuidedCodec):
     """What keys and values have in common. The guide gives ``bits`` ``(B, H, blocks)``, each of ``choices``.
 
@@ -63,6 +71,10 @@ class _Heads(GuidedCodec):
         level = slot - mx.take_along_axis(last - units, head, axis=1)
         weight = mx.power(2.0, (self.bits + self.unit * level).astype(mx.float32))
         return head, mx.where(used, level, 0), mx.where(used, weight, 0.0)
+
+    def _factor(self, codes: Codes) -> mx.array:
+        """Words of the shared planes for products: single bits as codes of two."""
+        return spread(codes["shared"]) if self.unit == 1 else codes["shared"]
 
     def _of_heads(self, x: mx.array, head: mx.array) -> mx.array:
         """``x`` ``(B, H, blocks, ., .)`` of the heads ``(B, planes, blocks)``."""
@@ -108,7 +120,7 @@ class HeadKeys(_Heads):
         params = Axis(-1, block // group)
         layout = {"words": Axis(-1, block * self.bits // 32), "scales": params, "biases": params, "bits": Axis(-1, 1)}
         if planes:
-            self._plane = ChannelAffine(self.unit, group)
+            self._plane, self._reader = ChannelAffine(self.unit, group), ChannelAffine(max(self.unit, 2), group)
             layout["shared"] = Axis(-1, block * self.unit // 32)
         self.layout = layout
 
@@ -149,7 +161,7 @@ class HeadKeys(_Heads):
         if not self.planes:
             return low
         parts: list[mx.array] = []
-        for tile in [codes] if self._plane._native(False) else self.tiles(codes):
+        for tile in [codes] if self._reader._native(False) else self.tiles(codes):
             parts.append(self._shared_scores(q, after(tile, parts[-1:])))
         return low + (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
 
@@ -160,11 +172,11 @@ class HeadKeys(_Heads):
         queries = self._of_heads(mx.broadcast_to(q[:, :, None], (b, h, head.shape[2], rows, dim)), head)
         scales = codes["scales"].reshape(b, h, dim, head.shape[2], -1).swapaxes(2, 3)
         scales = self._of_heads(scales, head).astype(mx.float32) * weight[..., None, None]
-        if self._plane._native(False):
-            words = codes["shared"].reshape(b, self.planes, dim, head.shape[2], -1).swapaxes(2, 3)
+        if self._reader._native(False):
+            words = self._factor(codes).reshape(b, self.planes, dim, head.shape[2], -1).swapaxes(2, 3)
             scales = scales.astype(mx.float16)
             plane = {"words": words, "scales": scales, "biases": mx.zeros_like(scales)}
-            found = self._plane._product(queries, plane, False)
+            found = self._reader._product(queries, plane, False)
         else:
             wide = compute_dtype(q.dtype)
             planes = self._planes(codes).astype(wide) * mx.repeat(scales, self.group, axis=-1).astype(wide)
@@ -183,6 +195,7 @@ class HeadValues(_Heads):
         layout = {"words": rows, "scales": rows, "biases": rows, "bits": Axis(-1, 1)}
         if planes:
             self._plane = TokenAffine(self.unit, group, dim=dim)
+            self._reader = TokenAffine(max(self.unit, 2), group, dim=dim)
             layout["shared"] = rows
         self.layout = layout
 
@@ -218,7 +231,7 @@ class HeadValues(_Heads):
             return super().mix(p, codes)
         out, start = self._rows._product(p, codes, False).astype(mx.float32), 0
         if self.planes:
-            for tile in [codes] if self._plane._native(False) else self.tiles(codes):
+            for tile in [codes] if self._reader._native(False) else self.tiles(codes):
                 stop = start + self.n_tokens(tile)
                 out, start = out + self._shared_mix(p[..., start:stop], after(tile, [out])), stop
         return out[..., : self._rows.dim].astype(p.dtype)
@@ -228,10 +241,10 @@ class HeadValues(_Heads):
         b, h, rows, _ = p.shape
         head, _, weight = self._slots(codes)
         share = self._of_heads(p.reshape(b, h, rows, head.shape[2], self.block).swapaxes(2, 3), head)
-        if self._plane._native(False):
+        if self._reader._native(False):
             scales = self._of_heads(self._blocks(codes["scales"]), head).astype(mx.float32) * weight[..., None, None]
-            words, scales = self._blocks(codes["shared"]), scales.astype(mx.float16)
-            found = self._plane._product(
+            words, scales = self._blocks(self._factor(codes)), scales.astype(mx.float16)
+            found = self._reader._product(
                 share, {"words": words, "scales": scales, "biases": mx.zeros_like(scales)}, False
             )
         else:
