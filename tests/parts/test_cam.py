@@ -70,7 +70,7 @@ def test_a_prompt_is_cut_and_not_merged(chunks: list[int], fields: dict[str, Any
 @pytest.mark.parametrize("how", ["mean", "sim_weighted"])
 def test_values_against_the_formula(how: str) -> None:
     """20 merges in a row, slots reused; float32 sums against float64."""
-    cache = new_cache("cam", **MEAN | {"cam_merge": how})
+    cache = new_cache("cam", **{**MEAN, "cam_merge": how})
     fill(cache, [28, *[1] * 20], ends=False)
     keys, values = cache.materialize()
     assert np.allclose(values[0], oracle(48, 28 + 1, how), atol=1e-5)
