@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from tests.formulas_adakv import adakv
+from tests.formulas_axes import kvtc, spectral, svdq
 from tests.formulas_gear import gear
 from tests.formulas_kvzip import latest
 from tests.formulas_nestedkv import competing
@@ -144,6 +145,23 @@ def qjl(bits: int, residual: int, m: int = 0, outliers: int = 0) -> Callable[[in
     return held
 
 
+def polar(bits: int, fit: int) -> Callable[[int, Shape, int], int]:
+    """Of a block of 16: 8 angles of two bits more, 7 others, whole bytes each per row, and a float16 radius.
+
+    Once ``fit`` tokens are there, float32 codebooks: one with 4 times as many levels, 3 others.
+    """
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, *dims = shape
+        if tokens < fit:
+            return b * h * tokens * sum(dims) * itemsize
+        # every dimension of the tests fills whole bytes but for 80
+        rows = sum(-(-d // 2 * (bits + 2) // 8) + -(-d * 7 // 16 * bits // 8) + d // 8 for d in dims)
+        return b * (h * up(tokens, GROW) * rows + 2 * 4 * (4 + 3) * 2**bits)
+
+    return held
+
+
 def cachegen(bits: int, group: int) -> Callable[[int, Shape, int], int]:
     """Whole groups packed, keys and values alike: 8 bits for the first token, a float16 scale for every token."""
 
@@ -231,6 +249,19 @@ def chunked(budget: int, full: int, window: int) -> Callable[[int, Shape, int], 
     return held
 
 
+def aged(recent: int, middle: int, sinks: int) -> Callable[[int, Shape, int], int]:
+    """Blocks of 32 after the sinks in 8, 4 and 2 bits by age, two float16 parameters per 32 numbers."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        sealed, mid, old = (max(0, tokens - sinks - age) // 32 * 32 for age in (32, recent, middle))
+        row = dk + up(dv, 32)
+        packed = sum(up(n, GROW) * (bits + 1) for n, bits in ((sealed - mid, 8), (mid - old, 4), (old, 2)))
+        return b * h * (packed * row // 8 + (tokens - sealed) * (dk + dv) * itemsize)
+
+    return held
+
+
 def fitted(budget: int) -> Callable[[int, Shape, int], int]:
     """As ``observed``, with the float32 filters that were fitted on all queries held until then."""
 
@@ -299,6 +330,7 @@ ROWS = (
         prod(3, 4, 64),
         {"bit_width_inlier": 3, "bit_width_outlier": 4, "n_calib_tokens": 64},
     ),
+    Row("polar", "polar", polar(2, 40), {"n_calib_tokens": 40}, identity=39),
     Row("qjl", "qjl", qjl(2, 64), {"residual_length": 64}, identity=95),
     Row(
         "qjl-out",
@@ -321,6 +353,30 @@ ROWS = (
     ),
     Row("skvq", "skvq", skvq(2, 32, 5, 64), {"skvq_window": 32}, identity=68),
     Row("kvquant", "kvquant", kvquant(3, 32, 64), {"n_calib_tokens": 64}, identity=64),
+    Row(
+        "age_tiered",
+        "age_tiered",
+        aged(64, 128, 5),
+        {"age_recent_boundary": 50, "age_mid_boundary": 128},
+        identity=68,
+        channel_bits=2,
+    ),
+    Row("spectral-1", "spectral", spectral(64), {"bit_width_inlier": 1, "n_calib_tokens": 64}, identity=63),
+    Row(
+        "svdq",
+        "svdq",
+        svdq((8, 4, 2, 1, 1, 0, 0, 0), 32, 64),
+        {"svdq_rank": 32, "n_calib_tokens": 64},
+        identity=63,
+        channel_bits=1,
+    ),
+    Row(
+        "kvtc",
+        "kvtc",
+        kvtc(144, 64, 32),
+        {"kvtc_bit_budget": 144, "kvtc_bit_choices": (0, 4), "residual_length": 32, "n_calib_tokens": 64},
+        identity=67,
+    ),
     Row(
         "snapkv-64",
         "snapkv",

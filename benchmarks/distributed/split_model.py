@@ -26,11 +26,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "kivi": {"bit_width_inlier": 4, "residual_length": 32},
     "kivi_sink": {"bit_width_inlier": 4, "residual_length": 32},
     "kitty": {"residual_length": 64},
+    "age_tiered": {"age_recent_boundary": 64, "age_mid_boundary": 96},
     "gear": {"gear_bits": 8, "gear_sparse_fraction": 0.0625},  # whole numbers of outliers in half the heads too
     "adakv": {"residual_length": 64, "adakv_target_avg_bits": 4},  # heads compete within one machine only
     "zipcache": {},
     "turboquant_mse": {},
     "turboquant_prod": {"bit_width_outlier": 4, "n_calib_tokens": 32},
+    "polar": {},
     "qjl": {"residual_length": 32, "n_outlier_channels": 4},
     "turboquant_rvq": {"bit_width_inlier": 3},
     "cachegen": {"cachegen_layer_groups": 1},  # a schedule by depth would give the halves different sizes

@@ -193,9 +193,10 @@ class Store:
 
     def set_counts(self, counts: list[int]) -> None:
         """Restore what ``counts()`` gave."""
-        self.keys.set_counts(counts[:4])
-        self.values.set_counts(counts[4:8])
-        self.dead, self.holes = counts[8], bool(counts[9])
+        k = len(self.keys.counts())
+        self.keys.set_counts(counts[:k])
+        self.values.set_counts(counts[k:-2])
+        self.dead, self.holes = counts[-2], bool(counts[-1])
 
 
 def _gather(x: mx.array, index: mx.array) -> mx.array:

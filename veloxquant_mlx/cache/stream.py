@@ -140,9 +140,19 @@ class Packed:
         """The codes without spare room."""
         return self.codes if self.n == self.capacity else self.codec.cut(self.codes, 0, self.n)
 
+    def pop_front(self, m: int) -> Codes:
+        """Take the codes of the oldest ``m`` tokens out, a multiple of the codec's block."""
+        front = self._copy(0, m)
+        self.replace(self._copy(m, self.n), self.n - m)
+        return front
+
     def truncate(self, n: int) -> None:
         """Keep the oldest ``n`` tokens, a multiple of the codec's block."""
-        self.replace(self.codec.cut(self.codes, 0, n), n)
+        self.replace(self._copy(0, n), n)
+
+    def _copy(self, start: int, stop: int) -> Codes:
+        # Writing a whole buffer keeps what is written, and a slice would keep its parent.
+        return {name: _own(a) for name, a in self.codec.cut(self.codes, start, stop).items()}
 
     def replace(self, codes: Codes, n: int) -> None:
         """Hold exactly the codes of these ``n`` tokens."""
@@ -162,6 +172,8 @@ class Block:
 class StreamStore:
     """One tensor of one layer: rows ``[sinks | prompt | packed | tail]``. ``where`` gives the positions of rows.
 
+    Rows that codecs of older rows hold stand before those of ``packed``, the oldest first; ``older`` starts with the
+    youngest.
     ``marks`` gives the positions of the tokens that stay exact (``cache.exact``).
     """
 
@@ -171,6 +183,7 @@ class StreamStore:
         self.sinks, self.tail = Rows(), Rows(GROW if spec.codec is None and not spec.bounded else 1)
         self.prompt = Block(spec.prompt) if spec.prompt is not None else None
         self.packed = Packed(spec.codec) if spec.codec is not None else None
+        self.older = [Packed(codec) for _, codec in spec.older]
         self.added, self.exact = Added(), Exact(marks)
         # Of the rows as they came; known from the first append on.
         self.dtype, self.batch, self.heads, self.dim = mx.float32, 0, 0, 0
@@ -186,7 +199,7 @@ class StreamStore:
         return self.sinks.n + self.n_sealed + self.tail.n
 
     def _sealed(self) -> list[Block | Packed]:
-        return [part for part in (self.prompt, self.packed) if part is not None and part.n]
+        return [part for part in (self.prompt, *reversed(self.older), self.packed) if part is not None and part.n]
 
     # ------------------------------------------------------------------------------------------------------- sealing
 
@@ -201,12 +214,14 @@ class StreamStore:
                 rows, start = self._take(due)
                 self.prompt.codes, self.prompt.n = self._encode(self.prompt.codec, rows, start, guide), due
         held = self.prompt.n if self.prompt is not None else 0
-        due = self.spec.n_sealed(self.n - held, bool(self.packed.fitted)) - self.packed.n
+        due = self.spec.n_sealed(self.n - held, bool(self.packed.fitted)) - (self.n_sealed - held)
         if due > 0 and self.packed.spec.fit_rows and not self.packed.fitted:
             self._fill_sinks()
             rows, start = self.tail.view(), self.sinks.n + held
             assert rows is not None
-            first = self._turn(rows[..., : self.spec.first_rows, :], start, back=True)
+            # The rows at the end of a prompt are the same however it came; later on only their number can be.
+            most = self.packed.spec.fit_rows if ends else self.spec.first_rows
+            first = self._turn(rows[..., :most, :], start, back=True)
             n = first.shape[2]
             self.packed.fit(self.packed.spec.fit(self.exact.shielded(first, self._where(start, start + n), n)))
         while due > 0:
@@ -219,7 +234,16 @@ class StreamStore:
             if step and self.packed.n % step == 0:
                 codec, n = self.packed.codec, self.packed.n
                 self.packed.fit(codec.refit(codec.rows(self.packed.codes, n - step, n, mx.float32)))
+        self._age(self.packed, self.n - held)
         return self.n_sealed - before
+
+    def _age(self, younger: Packed, rows: int) -> None:
+        """Hand codes on to the codecs of their age, through every codec between: so history does not matter."""
+        for i, (age, _) in enumerate(self.spec.older):
+            part, due = self.older[i], self.spec.n_aged(rows, age) - sum(part.n for part in self.older[i:])
+            if due > 0:
+                part.append(younger.codec.demote(younger.pop_front(due), part.codec), due)
+            younger = part
 
     def _fill_sinks(self) -> None:
         if self.sinks.n < self.spec.sinks:
@@ -421,7 +445,7 @@ class StreamStore:
 
     def _codes_of_all(self) -> Codes | None:
         """Codes of every row held, float rows encoded for the purpose; None where rows are not coded one by one."""
-        if self.packed is None or self.prompt is not None or isinstance(self.packed.spec, GuidedCodec):
+        if self.packed is None or self.prompt is not None or self.older or isinstance(self.packed.spec, GuidedCodec):
             return None
         codec = self.packed.codec
         held = self.packed.view()
@@ -479,6 +503,8 @@ class StreamStore:
             out |= {f"prompt.{name}": a for name, a in self.prompt.codes.items()}
         if self.packed is not None:
             out |= {f"fitted.{name}": a for name, a in self.packed.fitted.items()} | self.packed.codes
+        for i, part in enumerate(self.older):
+            out |= {f"older{i}.{name}": a for name, a in part.codes.items()}
         return out
 
     def set_array(self, name: str, array: mx.array) -> None:
@@ -493,6 +519,8 @@ class StreamStore:
         elif kind == "prompt":
             assert self.prompt is not None
             self.prompt.codes[field] = array
+        elif kind.startswith("older"):
+            self.older[int(kind.removeprefix("older"))].codes[field] = array
         else:
             assert self.packed is not None
             if kind == "fitted":
@@ -502,13 +530,16 @@ class StreamStore:
 
     def counts(self) -> list[int]:
         """Rows per part: what the arrays' shapes alone do not tell."""
-        return [part.n if part is not None else 0 for part in (self.sinks, self.prompt, self.packed, self.tail)]
+        return [part.n if part is not None else 0 for part in self._parts()]
 
     def set_counts(self, counts: list[int]) -> None:
         """Restore what ``counts()`` gave."""
-        for part, n in zip((self.sinks, self.prompt, self.packed, self.tail), counts, strict=True):
+        for part, n in zip(self._parts(), counts, strict=True):
             if part is not None:
                 part.n = n
+
+    def _parts(self) -> list[Rows | Block | Packed | None]:
+        return [self.sinks, self.prompt, self.packed, self.tail, *self.older]
 
 
 def _slice(rows: Rows, start: int, stop: int) -> mx.array:

@@ -98,6 +98,10 @@ class Codec(ABC):
         """The codec that works with what ``fit`` (or ``refit``) gave."""
         raise NotImplementedError(f"{type(self).__name__} has nothing to fit")
 
+    def demote(self, codes: Codes, into: Codec) -> Codes:
+        """These codes as codes of the coarser ``into``, which takes over rows that have grown old."""
+        return into.encode(self.decode(codes))
+
     @abstractmethod
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         """The rows ``(B, H, n, D)`` that the codes stand for."""

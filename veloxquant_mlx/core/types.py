@@ -57,7 +57,8 @@ class Stream:
     the first prompt that are due at its end become one block of that codec, whatever their number. With a ``rotation``
     (of keys) codecs see rows as they were before it, and without ``bias`` where there is one. ``dtype`` casts the rows
     on arrival, None keeps the model's. ``fit_rows`` fits the codec on fewer rows than it asks for. ``bounded`` says
-    that a policy caps the float rows, so that no room to grow is held.
+    that a policy caps the float rows, so that no room to grow is held. ``older`` lists ages in rising order, each with
+    a coarser codec, of the same ``chunk``: rows move on from codec to codec as so many newer rows come.
     """
 
     codec: Codec | None = None
@@ -70,6 +71,7 @@ class Stream:
     fit_rows: int | None = None
     dtype: mx.Dtype | None = None
     bounded: bool = False
+    older: tuple[tuple[int, Codec], ...] = ()
 
     @property
     def first_rows(self) -> int:
@@ -84,7 +86,11 @@ class Stream:
         """
         if self.codec is None or (not fitted and rows < self.sinks + self.first_rows):
             return 0
-        return max(0, rows - self.sinks - self.window) // self.chunk * self.chunk
+        return self.n_aged(rows, self.window)
+
+    def n_aged(self, rows: int, age: int) -> int:
+        """Rows after the sinks, in whole chunks, that ``age`` newer rows follow."""
+        return max(0, rows - self.sinks - age) // self.chunk * self.chunk
 
 
 @dataclass(frozen=True)

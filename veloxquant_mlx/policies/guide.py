@@ -46,4 +46,4 @@ def due(rows: StreamStore, ends: bool) -> tuple[int, int]:
     if ends and rows.prompt is not None and not rows.n_sealed:
         return first, max(first, rows.n - spec.window)
     held = rows.prompt.n if rows.prompt is not None else 0
-    return first, first + max(0, spec.n_sealed(rows.n - held, bool(rows.packed.fitted)) - rows.packed.n)
+    return first, first + max(0, spec.n_sealed(rows.n - held, bool(rows.packed.fitted)) - (rows.n_sealed - held))
