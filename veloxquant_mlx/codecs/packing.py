@@ -77,10 +77,10 @@ def unpack(words: mx.array, bits: int, n: int | None = None) -> mx.array:
 
 
 def unpack_wide(words: mx.array, bits: int) -> mx.array:
-    """Codes of up to 14 bits, in the integer type that they were taken from."""
-    *lead, n_words = words.shape
-    n = n_words * 32 // bits
+    """Codes of up to 14 bits, in the integer type that they were taken from; ``words`` may be whole bytes as well."""
     stream = words.view(mx.uint8)
+    *lead, n_bytes = stream.shape
+    n = n_bytes * 8 // bits
     if bits == 8:
         return stream
     size = _bytes_per_group(bits)
@@ -91,6 +91,17 @@ def unpack_wide(words: mx.array, bits: int) -> mx.array:
         groups = mx.concatenate([groups, spare], axis=-1).view(wide)
     codes = (groups >> _shifts(bits, 8 * size // bits, wide)) & mx.array((1 << bits) - 1, dtype=wide)
     return codes.reshape(*lead, n)
+
+
+def to_bytes(words: mx.array, n: int, bits: int) -> mx.array:
+    """The bytes ``(..., ceil(n * bits / 8))`` uint8 that the first ``n`` codes of every row of ``words`` take."""
+    return words.view(mx.uint8)[..., : -(-n * bits // 8)]
+
+
+def to_words(rows: mx.array, bits: int) -> mx.array:
+    """Rows of bytes as the words that ``pack`` makes, the last ones filled up with zeros."""
+    spare = -rows.shape[-1] % (row_multiple(bits) * bits // 8)
+    return mx.contiguous(mx.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, spare)])).view(mx.uint32)
 
 
 def lookup_table(levels: np.ndarray, bits: int) -> mx.array:

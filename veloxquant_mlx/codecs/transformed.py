@@ -17,6 +17,13 @@ class Transformed(Codec):
     def __init__(self, codec: Codec, transform: Transform) -> None:
         self.codec, self.transform = codec, transform
         self.block, self.layout, self.symbols = codec.block, codec.layout, codec.symbols
+        self.fit_rows = codec.fit_rows
+
+    def fit(self, x: mx.array) -> Codes:
+        return self.codec.fit(self.transform.forward(x))
+
+    def bind(self, fitted: Codes) -> Transformed:
+        return Transformed(self.codec.bind(fitted), self.transform)
 
     def encode(self, x: mx.array) -> Codes:
         return self.codec.encode(self.transform.forward(x))
