@@ -169,7 +169,7 @@ def test_generate_step(name: str) -> None:
         prefill(model, caches, ids, step)
         assert [kept(cache) for cache in ours(caches)] == want
         assert len({len(head) for layer in want for head in layer}) > 2
-        plain = [c for c in full if type(c) is KVCache]
+        plain: Any = [c for c in full if type(c) is KVCache]
         for cache, uncompressed in zip(ours(caches), plain, strict=True):
             assert not cache.describe()["notes"] and cache.offset == PROMPT and not cache.is_trimmable()
             at = mx.maximum(cache.positions, 0)[..., None]
@@ -261,7 +261,7 @@ def test_batches_are_as_single_runs() -> None:
 @pytest.mark.parametrize("packing", ["kivi", "turboquant_rvq"])
 def test_kept_pairs_are_packed(packing: Any) -> None:
     model, ids = tiny.build("llama"), tiny.tokens(250)
-    fields = {"residual_length": 32} if packing == "kivi" else {}
+    fields: dict[str, Any] = {"residual_length": 32} if packing == "kivi" else {}
     both = [KVCacheConfig(method="kvzip", kvzip_budget=96), KVCacheConfig(method=packing, **fields)]
     caches, single = KVCacheBuilder.for_model(model, both), caches_of(model, kvzip_budget=96)
     for some in (caches, single):
@@ -315,7 +315,7 @@ def test_prepare(fed: bool) -> None:
     if fed:
         for part in (context[:64], context[64:]):
             model(mx.array([part]), cache=caches)
-    prepare_kvzip(model, caches, context, Letters())  # type: ignore[arg-type]
+    prepare_kvzip(model, caches, context, Letters())
     scores = [s.astype(np.float32) for s in expected(model, context, SINKS, 2000, WORDING)]
     want = [[np.flatnonzero(h).tolist() for h in layer] for layer in best(scores, BUDGET * 4)]
     assert [kept(cache) for cache in caches] == want and not caches[0].describe()["notes"]
@@ -331,6 +331,7 @@ def test_words_and_prefix_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suffix and prefix are used; without a tokenizer the receipt says so; so does a loaded copy's."""
     model, context = tiny.build("llama"), token_list(PROMPT)
     texts: list[Any] = []
+    ways: list[Any] = [(Letters(), {}), (Letters(), {"suffix": [9, 9], "prefix": 30}), (None, {"suffix": [7]})]
     original = reconstruction.reconstruct
 
     def spy(model: Any, caches: Any, whole: Any, ids: Any, prefix: int, wording: Wording) -> Any:
@@ -338,8 +339,8 @@ def test_words_and_prefix_count(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(model, caches, whole, ids, prefix, wording)
 
     monkeypatch.setattr(reconstruction, "reconstruct", spy)
-    found = []
-    for tokenizer, fields in ((Letters(), {}), (Letters(), {"suffix": [9, 9], "prefix": 30}), (None, {"suffix": [7]})):
+    found, caches = [], []
+    for tokenizer, fields in ways:
         caches = caches_of(model)
         prepare_kvzip(model, caches, context, tokenizer, **fields)
         found.append([kept(cache) for cache in caches])

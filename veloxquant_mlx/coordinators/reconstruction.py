@@ -133,6 +133,16 @@ class View:
             return None if N == 1 else "causal"
         return create_causal_mask(N, self.offset, window_size=window_size)
 
+    @property
+    def keys(self) -> list[mx.array]:
+        """The new rows: models that are split by layers hang what they send to others on them."""
+        assert self._new is not None, "read before the first update"
+        return list(self._new)
+
+    @keys.setter
+    def keys(self, arrays: list[mx.array]) -> None:
+        self._new = arrays[0], arrays[1]
+
     def size(self) -> int:
         return self.offset
 
@@ -158,7 +168,7 @@ def reconstruct(
         found = [view.score for view in views.values() if view.score is not None]
         if len(found) < len(caches):
             raise CacheStateError("kvzip: some layers of this model did not attend in the reconstruction pass")
-        mx.eval(found)
+        mx.eval(found, [view.keys for view in views.values()])
         for seen, score in zip(scores, found, strict=True):
             seen.append(np.array(score[0]))
     return [np.concatenate(seen, axis=1) for seen in scores]
