@@ -30,6 +30,8 @@ FINE: dict[str, dict[str, Any]] = {
     "gear": {"gear_bits": 8},
     "kvquant": {"kvquant_bits": 5, "kvquant_outlier_fraction": 0.4},
     "skvq": {"skvq_bits_key": 8, "skvq_bits_value": 8},
+    "turboquant_mse": {"bit_width_inlier": 8},
+    "turboquant_prod": {"bit_width_inlier": 8, "bit_width_outlier": 8},
     "turboquant_rvq": {"bit_width_inlier": 4},
 }
 

@@ -81,7 +81,7 @@ def test_batch_generate(row: Row) -> None:
     """Three prompts of very different lengths, answers of different lengths; the returned caches go on alone."""
     model, counts = tiny.build("llama"), [12, 5, 9]
     expected = [alone(model, row, p, n + 3) for p, n in zip(PROMPTS, counts, strict=True)]
-    with attach(model, config(row)):
+    with attach(model, config(row), serve_standalone=True):
         out: Any = batch_generate(
             model,
             TOKENIZER,
@@ -203,7 +203,7 @@ def test_a_merge_holds_what_its_parts_held(row: Row, llama: Any) -> None:
 def test_memory_is_flat_over_many_requests(row: Row) -> None:
     """Forty requests, at most three at a time, some taken away early: nothing of them stays."""
     model = tiny.build("llama")
-    with attach(model, config(row)):
+    with attach(model, config(row), serve_standalone=True):
         levels = []
         for _ in range(4):
             serving = Serving(model, completion_batch_size=3, prefill_batch_size=2)
