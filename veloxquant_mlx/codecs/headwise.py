@@ -171,16 +171,17 @@ class HeadKeys(_Heads):
         head, _, weight = self._slots(codes)
         queries = self._of_heads(mx.broadcast_to(q[:, :, None], (b, h, head.shape[2], rows, dim)), head)
         scales = codes["scales"].reshape(b, h, dim, head.shape[2], -1).swapaxes(2, 3)
-        scales = self._of_heads(scales, head).astype(mx.float32) * weight[..., None, None]
+        scales = self._of_heads(scales, head)
         if self._reader._native(False):
             words = self._factor(codes).reshape(b, self.planes, dim, head.shape[2], -1).swapaxes(2, 3)
-            scales = scales.astype(mx.float16)
             plane = {"words": words, "scales": scales, "biases": mx.zeros_like(scales)}
             found = self._reader._product(queries, plane, False)
         else:
             wide = compute_dtype(q.dtype)
             planes = self._planes(codes).astype(wide) * mx.repeat(scales, self.group, axis=-1).astype(wide)
             found = (queries.astype(wide) @ planes).astype(q.dtype)
+        # Scales of float16 would not hold the weight of an upper plane of large numbers.
+        found = found * weight[..., None, None].astype(found.dtype)
         return self._to_heads(found, head, h).swapaxes(2, 3).reshape(b, h, rows, -1)
 
 
@@ -213,17 +214,18 @@ class HeadValues(_Heads):
         out["words"] = pack(low, self.bits)
         return out | {name: a.reshape(b, h, n, -1) for name, a in (("scales", scales), ("biases", biases))}
 
-    def _scaled(self, codes: Codes, head: mx.array, weight: mx.array) -> mx.array:
-        """Float32 rows ``(B, planes, blocks, block, padded_dim)`` of the shared planes, without the biases."""
+    def _scaled(self, codes: Codes, head: mx.array) -> mx.array:
+        """Float32 rows ``(B, planes, blocks, block, padded_dim)`` of the shared planes, without weights and biases."""
         planes = self._blocks(lookup(codes["shared"], self.unit, self._plane._table))
-        scales = self._of_heads(self._blocks(codes["scales"]), head).astype(mx.float32) * weight[..., None, None]
+        scales = self._of_heads(self._blocks(codes["scales"]), head).astype(mx.float32)
         return planes * mx.repeat(scales, self.group, axis=-1)
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         rows = self._rows._decode(codes, mx.float32)
         if self.planes:
             head, _, weight = self._slots(codes)
-            rows = rows + self._to_heads(self._scaled(codes, head, weight), head, rows.shape[1]).reshape(rows.shape)
+            planes = self._scaled(codes, head) * weight[..., None, None]
+            rows = rows + self._to_heads(planes, head, rows.shape[1]).reshape(rows.shape)
         return cast(rows[..., : self._rows.dim], dtype)
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
@@ -242,15 +244,15 @@ class HeadValues(_Heads):
         head, _, weight = self._slots(codes)
         share = self._of_heads(p.reshape(b, h, rows, head.shape[2], self.block).swapaxes(2, 3), head)
         if self._reader._native(False):
-            scales = self._of_heads(self._blocks(codes["scales"]), head).astype(mx.float32) * weight[..., None, None]
-            words, scales = self._blocks(self._factor(codes)), scales.astype(mx.float16)
+            scales, words = self._of_heads(self._blocks(codes["scales"]), head), self._blocks(self._factor(codes))
             found = self._reader._product(
                 share, {"words": words, "scales": scales, "biases": mx.zeros_like(scales)}, False
             )
         else:
             wide = compute_dtype(p.dtype)
-            found = share.astype(wide) @ self._scaled(codes, head, weight).astype(wide)
-        return self._to_heads(found.astype(mx.float32), head, h).sum(axis=2)
+            found = share.astype(wide) @ self._scaled(codes, head).astype(wide)
+        found = found.astype(mx.float32) * weight[..., None, None]
+        return self._to_heads(found, head, h).sum(axis=2)
 
 
 def _check_block(block: int, choices: Sequence[int], group: int) -> None:
