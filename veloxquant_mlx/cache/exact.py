@@ -8,8 +8,6 @@ import mlx.core as mx
 
 from ..codecs.base import take_rows
 
-# Name in ``store.aux`` of the positions of protected tokens: int32 ``(B, 1, m)``, oldest first.
-PROTECTED = "protected"
 NOBODY = -2  # a place that no token has taken yet (-1 is the position of holes)
 
 

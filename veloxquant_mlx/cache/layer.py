@@ -429,7 +429,9 @@ class CompressedKVCache(_Base):
             self._layer, head_dim=keys.shape[3], value_dim=values.shape[3], kv_heads=keys.shape[1]
         )
         if layer != self._layer:
+            protected = self._store.protected  # of these very rows, by a layer before
             self._build(layer)
+            self._store.protected = protected
 
     def use_arrays(self) -> None:
         """Nobody called ``attend`` for the last update: the model has attention code of its own."""

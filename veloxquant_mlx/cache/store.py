@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..core.types import Recipe
-from .exact import NOBODY, PROTECTED
+from .exact import NOBODY
 from .stream import GROW, PerRow, StreamStore
 
 __all__ = ["GROW", "Store"]
@@ -21,13 +21,19 @@ class Store:
     A row whose position is -1 is a hole: the padding of a head that keeps fewer rows than others, or a row that was
     dropped and not yet cleared away. Attention must not see holes (``holes`` says that there may be some). One more
     kind of hole never meets attention: the ``vacant`` slot that the next token will fill.
+
+    ``protected`` are positions, int32 ``(B, 1, m)``, of tokens that stay exact once they are packed (``cache.exact``);
+    in the order of the positions, then NOBODY.
     """
 
     def __init__(self, recipe: Recipe):
-        self.keys, self.values = (StreamStore(spec, self.where, self._marks) for spec in (recipe.keys, recipe.values))
+        self.keys, self.values = (
+            StreamStore(spec, self.where, lambda: self.protected) for spec in (recipe.keys, recipe.values)
+        )
         # None while row i is the token at position i.
         self.positions: mx.array | None = None
         self.vacant: mx.array | None = None
+        self.protected: mx.array | None = None
         self.holes = False
         self.dead = 0  # rows per head that were dropped and are still there, the vacant slot left out
         self.aux: dict[str, mx.array] = {}
@@ -54,9 +60,6 @@ class Store:
         if self.positions is None:
             return mx.arange(start, stop, dtype=mx.int32)[None, None]
         return self.positions[..., start:stop]
-
-    def _marks(self) -> mx.array | None:
-        return self.aux.get(PROTECTED)
 
     def positions_or_range(self) -> mx.array:
         """Positions ``(B | 1, H | 1, n)`` int32 of all rows; -1 marks holes."""
@@ -150,9 +153,8 @@ class Store:
         gone = self.n - n
         self.keys.truncate(n)
         self.values.truncate(n)
-        marks = self._marks()
-        if marks is not None:
-            self.aux[PROTECTED] = mx.where(marks < n, marks, NOBODY)
+        if self.protected is not None:
+            self.protected = mx.where(self.protected < n, self.protected, NOBODY)
         self.row_aux = {name: a[..., : max(a.shape[-1] - gone, 0)] * 1 for name, a in self.row_aux.items()}
 
     # -------------------------------------------------------------------------------------------------------- arrays
@@ -165,6 +167,8 @@ class Store:
             out["positions"] = self.positions
         if self.vacant is not None:
             out["vacant"] = self.vacant
+        if self.protected is not None:
+            out["protected"] = self.protected
         out |= {f"row.{name}": a for name, a in self.row_aux.items()}
         return out | {f"aux.{name}": a for name, a in self.aux.items()}
 
@@ -172,7 +176,7 @@ class Store:
         """Put back arrays that ``arrays()`` gave; counts are restored by ``set_counts``."""
         for name, array in arrays.items():
             owner, _, field = name.partition(".")
-            if owner in ("positions", "vacant"):
+            if owner in ("positions", "vacant", "protected"):
                 setattr(self, owner, array)
             elif owner in ("aux", "row"):
                 (self.aux if owner == "aux" else self.row_aux)[field] = array

@@ -21,7 +21,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..attention import forward
-from ..cache.exact import NOBODY, PROTECTED
+from ..cache.exact import NOBODY
 from ..models.inspect import decoder_blocks, language_models, vocabulary
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 LARGE, MEDIANS, RARE = 100.0, 1000.0, 10.0
 # The probe's texts: random tokens, as they are and with each of the first ids, where many models have the token that
 # starts a text, in front: some models make no sink of any other.
-PROBE_TOKENS, FIRST_IDS = 48, 4
+PROBE_TOKENS, FIRST_IDS = 24, 4
 _EMERGENCE = "_veloxquant_emergence"
+NONE = "its hidden states have no massive activations"
 
 _found: dict[int, tuple[weakref.ref[Any], Emergence | str]] = {}  # id(model): modules are dicts, so no keys
 _probing = threading.local()
@@ -122,9 +123,9 @@ def _mark_all(found: Emergence, hidden: mx.array, sequences: list[forward.Share]
         for count in {c.protected for c in caches}:
             mine = [c for c in caches if c.protected == count]
             # Layers of one sequence saw the same tokens: what the first one knows, all know.
-            marks = mark(mine[0].store.aux.get(PROTECTED), count, large[share.row, share.tokens], mine[0].offset)
+            marks = mark(mine[0].store.protected, count, large[share.row, share.tokens], mine[0].offset)
             for cache in mine:
-                cache.store.aux[PROTECTED] = marks
+                cache.store.protected = marks
 
 
 def _hidden(out: Any) -> mx.array:
@@ -209,4 +210,4 @@ def emerges(layers: list[tuple[float, set[tuple[int, int]]]]) -> Emergence | str
     for block, ((median, pairs), (_, later)) in enumerate(pairwise(layers)):
         if any(c in stable for _, c in pairs & later):
             return Emergence(block, stable, max(LARGE, MEDIANS * median))
-    return "its hidden states have no massive activations"
+    return NONE
