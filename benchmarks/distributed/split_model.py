@@ -30,8 +30,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "gear": {"gear_bits": 8, "gear_sparse_fraction": 0.0625},  # whole numbers of outliers in half the heads too
     "adakv": {"residual_length": 64, "adakv_target_avg_bits": 4},  # heads compete within one machine only
     "zipcache": {},
-    "turboquant_mse": {},
-    "turboquant_prod": {"bit_width_outlier": 4, "n_calib_tokens": 32},
+    # Many bits: a layer counts from the first of its process, and its seed with it.
+    "turboquant_mse": {"bit_width_inlier": 8},
+    "turboquant_prod": {"bit_width_inlier": 8, "bit_width_outlier": 8, "n_calib_tokens": 32},
     "polar": {},
     "qjl": {"residual_length": 32, "n_outlier_channels": 4},
     "turboquant_rvq": {"bit_width_inlier": 3},
