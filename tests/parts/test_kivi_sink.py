@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.matrix import Tensors, identical, same_state, split, tensors
 from tests.models import tiny
-from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
+from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, load_cache, save_cache
 from veloxquant_mlx.artifacts.stores import InMemoryArtifactStore
 from veloxquant_mlx.attention import reference
 from veloxquant_mlx.cache.batch import CompressedBatchCache
@@ -23,12 +24,13 @@ from veloxquant_mlx.coordinators.sinks import Emergence
 from veloxquant_mlx.core.types import LayerInfo
 
 FOUND = Emergence(block=0, channels=(7,), threshold=500.0)
+SMALL: dict[str, Any] = {"method": "kivi_sink", "residual_length": 32, "n_sink_tokens": 3}
 AT = (14, 40, 99, 130)  # more than the three places that the caches here have
 
 
-def make(method: str = "kivi_sink", packing: KVCacheConfig | None = None, dim: int = 64, **fields: Any) -> Any:
+def make(packing: KVCacheConfig | None = None, dim: int = 64, **fields: Any) -> CompressedKVCache:
     layer = LayerInfo(head_dim=dim, value_dim=dim, emergence=FOUND)
-    config = KVCacheConfig(method=method, **({"residual_length": 32, "n_sink_tokens": 3} | fields))
+    config = KVCacheConfig(**SMALL | fields)
     return CompressedKVCache(config, layer, packing)
 
 
@@ -45,6 +47,12 @@ def feed(cache: CompressedKVCache, data: Tensors, chunks: list[int], at: tuple[i
         outs.append(cache.attend(now.q, scale=0.125, mask="causal" if n > 1 else None))
         mx.eval(outs[-1], cache.state)
     return mx.concatenate(outs, axis=2)
+
+
+def places(cache: CompressedKVCache) -> list[int]:
+    """Where the protected tokens of one sequence are."""
+    held = cache.store.protected
+    return [] if held is None else np.array(held)[0, 0].tolist()
 
 
 def exact(cache: CompressedKVCache, data: Tensors, position: int) -> bool:
@@ -66,8 +74,7 @@ def test_sinks_stay_exact_however_the_prompt_came(tokens: int, size: int) -> Non
     assert same_state(cache, whole)
     assert all(exact(cache, data, at) for at in AT[:3] if at < tokens)
     assert not exact(cache, data, 15) and (tokens < 163 or not exact(cache, data, AT[3]))
-    places = [*(at for at in AT if at < tokens), -2, -2][:3]
-    assert cache.store.protected.tolist() == [[places]]
+    assert places(cache) == [*(at for at in AT if at < tokens), -2, -2][:3]
 
 
 def test_attention_uses_the_exact_rows() -> None:
@@ -110,7 +117,7 @@ def test_a_whole_group_of_sinks_is_packed_as_it_is() -> None:
 
 def test_no_places_is_kivi() -> None:
     data = tensors(150)
-    mine, kivi = make(n_sink_tokens=0), make("kivi", n_sink_tokens=5)
+    mine, kivi = make(n_sink_tokens=0), make(method="kivi", n_sink_tokens=5)
     outs = []
     for cache in (mine, kivi):
         for start, stop in ((0, 149), (149, 150)):
@@ -126,14 +133,14 @@ def test_trim_forgets_sinks_and_brings_others_back_exact() -> None:
     feed(cache, data, [200])
     cache.trim(125)  # into the group of row 64 on; the sink at 99 is gone
     assert exact(cache, data, 14) and exact(cache, data, 40)
-    assert cache.store.protected.tolist() == [[[14, 40, -2]]]
+    assert places(cache) == [14, 40, -2]
     again = Tensors(
         *(mx.concatenate([getattr(data, n)[:, :, :75], getattr(tensors(125, seed=9), n)], axis=2) for n in "qkv")
     )
     feed(cache, again, [125], (80,))
     assert all(exact(cache, again, at) for at in (14, 40, 80)) and not exact(cache, again, 99)
     cache.trim(200)
-    assert cache.store.keys.exact.rows is None and cache.store.protected.tolist() == [[[-2] * 3]]
+    assert cache.store.keys.exact.rows is None and places(cache) == [-2] * 3
 
 
 def test_copies_states_and_batches_keep_them() -> None:
@@ -150,8 +157,8 @@ def test_copies_states_and_batches_keep_them() -> None:
 
 def test_policies_that_drop_rows_take_them_along() -> None:
     """Heads keep different rows; a sink that a head keeps is exact there."""
-    packing = KVCacheConfig(method="kivi_sink", residual_length=32, n_sink_tokens=3)
-    cache, data = make("snapkv", packing, snap_budget=128, snap_obs_window=8), tensors(220)
+    packing = KVCacheConfig(**SMALL)
+    cache, data = make(packing, method="snapkv", snap_budget=128, snap_obs_window=8), tensors(220)
     feed(cache, data, [200, *[1] * 20])
     positions, (keys, values) = np.array(cache.positions)[0], cache.materialize()
     kept = 0
@@ -232,7 +239,7 @@ def text(token: int, at: list[int], n: int = 120, seed: int = 0) -> mx.array:
 
 
 def caches_of(model: Any, **fields: Any) -> Any:
-    config = KVCacheConfig(**({"method": "kivi_sink", "residual_length": 32, "n_sink_tokens": 3} | fields))
+    config = KVCacheConfig(**SMALL | fields)
     return KVCacheBuilder.for_model(model, config)
 
 
@@ -251,7 +258,7 @@ def test_a_planted_sink_is_protected_in_all_later_layers(size: int) -> None:
     assert notes[2].startswith("sink_rule: the first 3 tokens beyond") and "channels [7] after block 1" in notes[2]
     ids = text(token, [14, 77])
     run(model, caches, ids, size)
-    assert all(cache.store.protected.tolist() == [[[14, 77, -2]]] for cache in caches[2:])
+    assert all(places(cache) == [14, 77, -2] for cache in caches[2:])
     fresh = caches_of(model, residual_length=128)  # nothing is packed: the rows that came
     run(model, fresh, ids, 120)
     for cache, want in zip(caches[2:3], fresh[2:3], strict=True):
@@ -273,8 +280,21 @@ def test_sequences_of_a_batch_have_their_own() -> None:
     mx.eval(model(padded, cache=batches))
     mx.eval(model(mx.array([[token], [3]]), cache=batches))
     for batch in batches[2:]:
-        assert batch.rows[0].store.protected.tolist() == [[[14, 30, 60]]]
-        assert batch.rows[1].store.protected.tolist() == [[[5, -2, -2]]]
+        assert [places(row) for row in batch.rows] == [[14, 30, 60], [5, -2, -2]]
+
+
+def test_files_bring_the_rule_along(tmp_path: Path) -> None:
+    """Also to a process whose model was never made ready."""
+    model, token = with_sinks()
+    caches, ids = caches_of(model), text(token, [14, 90])
+    run(model, caches, ids[:, :80], 80)
+    save_cache(tmp_path / "cache", caches)
+    other, _ = with_sinks()
+    loaded = load_cache(tmp_path / "cache", other)
+    run(other, loaded, ids[:, 80:], 40)
+    run(model, caches, ids[:, 80:], 40)
+    assert [places(c) for c in loaded] == [[], [], *[[14, 90, -2]] * 4]
+    assert all(same_state(a, b) for a, b in zip(loaded, caches, strict=True))
 
 
 def test_the_probe_runs_once_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_cache
 from ..artifacts.sealed import Kind, raw_bytes
 from ..codecs import entropy
 from ..codecs.base import Symbols
+from ..coordinators import sinks
 from ..core.exceptions import CacheStateError
 from ..models.inspect import Slot, cache_slots
 from ..models.rope import Rotation
@@ -54,7 +55,7 @@ def save_cache(path: str | Path, caches: Sequence[Any], model: Any = None) -> No
                 scalars[key] = [_NAMES[type(leaf)], leaf]
             elif key in kinds:
                 arrays[f"{i}.{key}"] = entropy.encode_words(leaf, *kinds[key])
-                coded[key] = [kinds[key].bits, leaf.shape]
+                coded[key] = [kinds[key].bits, leaf.shape, leaf.itemsize]
             else:
                 arrays[f"{i}.{key}"] = leaf
         layers.append({"class": name, "scalars": scalars, "coded": coded})
@@ -92,6 +93,9 @@ def load_cache(path: str | Path, model: Any) -> list[Any]:
                 f"{path}: cache {i} is a {layer['class']}; this model has a {type(slot.native).__name__} there. {AGAIN}"
             )
         caches.append(cache)
+    known = [cache.layer.emergence for cache in caches if isinstance(cache, CompressedKVCache) and cache.protected]
+    if known and isinstance(known[0], sinks.Emergence):
+        sinks.watch(model, known[0])
     return caches
 
 

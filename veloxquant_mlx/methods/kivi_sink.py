@@ -7,8 +7,13 @@ A short probe text tells, once per model, after which layer a few tokens have ma
 channels. When the model runs, a token is a sink where it exceeds the probe's threshold there [design: the paper takes
 the largest]; the first ``n_sink_tokens`` of them stay exact in all later layers, wherever they stand, so that nothing
 depends on how a prompt is cut [design]. Layers up to that one, and models where nothing of the kind is found, keep the
-first ``n_sink_tokens`` tokens exact. Caches that no model made ready by ``for_model`` feeds do the same. The receipt
-says which rule was used (``sink_rule``).
+first ``n_sink_tokens`` tokens exact. Caches that no model made ready by ``for_model`` (or ``load_cache``) feeds do the
+same. The receipt says which rule was used (``sink_rule``).
+
+Measured on 400 tokens of a story at 2 bits, residual 32, mean KL from the uncompressed cache: SmolLM2-135M (one sink,
+the first token, from block 11 of 30 on) 0.124 kivi, 0.051 kivi_sink, 0.035 with the first five tokens in all layers;
+Gemma 3 270M (the first token, from block 3 on) 0.0547, 0.0044, 0.0039. Where the first token is the only sink, the four
+after it are worth keeping too; sinks elsewhere are what this method is for.
 """
 
 from __future__ import annotations
