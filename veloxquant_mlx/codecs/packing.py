@@ -70,6 +70,17 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     return packed[..., :size].reshape(*lead, n * bits // 8).view(mx.uint32)
 
 
+def pack_bytes(codes: mx.array, bits: int) -> mx.array:
+    """As ``pack`` for any number of codes, in bytes: uint8 ``(..., W)``, the last codes filled up to whole bytes.
+
+    Widths that do not divide 8 come in groups of codes that fill whole bytes (8 of 3 bits, 4 of 6).
+    """
+    n, whole = codes.shape[-1], row_multiple(bits)
+    spare = -n % whole
+    words = pack(mx.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, spare)]) if spare else codes, bits)
+    return words.view(mx.uint8)[..., : padded(n, max(whole // 4, 1)) * bits // 8]
+
+
 def unpack(words: mx.array, bits: int, n: int | None = None) -> mx.array:
     """The first ``n`` codes (default: all) of every row of ``words`` ``(..., W)``: uint8 ``(..., n)``."""
     codes = unpack_wide(words, check_bits(bits)).astype(mx.uint8)
@@ -140,7 +151,9 @@ def lookup(words: mx.array, bits: int, table: mx.array) -> mx.array:
 
     ``table`` is from ``lookup_table``, or from ``pair_tables`` for words ``(B, ..., W)``.
     """
-    *lead, n_words = words.shape
+    *lead, length = words.shape
     index = unpack_wide(words, bits if bits == 8 else 2 * bits).reshape(*table.shape[:-1], -1)
     # On the CPU a flat take_along_axis takes 0.5 ns per entry where take needs 3 (MLX 0.32.4).
-    return mx.take_along_axis(table, index, axis=-1).view(mx.float32).reshape(*lead, n_words * 32 // bits)
+    return (
+        mx.take_along_axis(table, index, axis=-1).view(mx.float32).reshape(*lead, length * words.dtype.size * 8 // bits)
+    )

@@ -16,7 +16,7 @@ import numpy as np
 
 from .base import F16_MAX, TILE, Axis, Codec, Codes, after, cast
 from .levels import kept
-from .packing import pack, padded, row_multiple, unpack_wide
+from .packing import pack_bytes, unpack
 
 if TYPE_CHECKING:
     from ..core.abstractions import ArtifactStore
@@ -122,10 +122,10 @@ class Polar(Codec):
         # nearest on the circle: the cell of the last angle, or of the first, goes on behind 2 pi
         psi = mx.where(psi < last - TURN, psi + TURN, psi)
         middles = mx.concatenate([_middles(self._angles1), last.reshape(-1, 1)], axis=1)
-        codes = {"first": _pack(_search(psi, middles) % (4 << self.bits), self.bits + 2)}
+        codes = {"first": pack_bytes(_search(psi, middles) % (4 << self.bits), self.bits + 2)}
         if upper:
             places = [_search(angles, _middles(self._angles[:, i])) for i, angles in enumerate(upper)]
-            codes["upper"] = _pack(mx.concatenate(places, axis=-1), self.bits)
+            codes["upper"] = pack_bytes(mx.concatenate(places, axis=-1), self.bits)
         return codes | {"radii": mx.minimum(radii / self.size**0.5, F16_MAX).astype(mx.float16)}
 
     def _turns(self, codes: Codes) -> list[mx.array]:
@@ -134,13 +134,13 @@ class Polar(Codec):
             return []
         per = [self.dim >> level for level in range(2, self.levels + 1)]
         place = np.repeat(np.arange(len(per)) << self.bits, per).astype(np.uint8)
-        index = _unpack(codes["upper"], self.bits, place.size).astype(mx.uint8) + mx.array(place)
+        index = unpack(codes["upper"], self.bits, place.size) + mx.array(place)
         turns = _take(index, self._angles)
         return mx.split(turns, np.cumsum(per)[:-1].tolist(), axis=-2)
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         radius = codes["radii"].astype(mx.float32) * self.size**0.5
-        first = _take(_unpack(codes["first"], self.bits + 2, self.dim // 2), self._angles1)
+        first = _take(unpack(codes["first"], self.bits + 2, self.dim // 2), self._angles1)
         for turn in (*reversed(self._turns(codes)), first):
             radius = (radius[..., None] * turn).reshape(*radius.shape[:-1], -1)
         return cast(radius, dtype)
@@ -159,7 +159,7 @@ class Polar(Codec):
         parts: list[mx.array] = []
         for tile in self.tiles(codes, TILE):
             tile = after(tile, parts[-1:])
-            index = (_unpack(tile["first"], self.bits + 2, dim // 2).astype(narrow) + first)[:, :, None]
+            index = (unpack(tile["first"], self.bits + 2, dim // 2).astype(narrow) + first)[:, :, None]
             b, h, _, n, pairs = index.shape
             index = mx.broadcast_to(index.reshape(b, h, 1, n * pairs), (*lead, n * pairs))
             sums = mx.take_along_axis(tables, index, axis=-1).reshape(*lead, n, pairs)
@@ -186,22 +186,6 @@ def _take(codes: mx.array, angles: mx.array) -> mx.array:
     table = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1).reshape(angles.shape[0], -1).view(mx.uint64)
     flat = codes.reshape(angles.shape[0], -1)
     return mx.take_along_axis(table, flat, axis=1).view(mx.float32).reshape(*codes.shape, 2)
-
-
-def _size(bits: int, n: int) -> int:
-    """Bytes that hold ``n`` codes: whole groups of codes that fill whole bytes."""
-    return padded(n, max(row_multiple(bits) // 4, 1)) * bits // 8
-
-
-def _pack(codes: mx.array, bits: int) -> mx.array:
-    n = codes.shape[-1]
-    spare = padded(n, row_multiple(bits)) - n
-    words = pack(mx.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, spare)]) if spare else codes, bits)
-    return words.view(mx.uint8)[..., : _size(bits, n)]
-
-
-def _unpack(stream: mx.array, bits: int, n: int) -> mx.array:
-    return unpack_wide(stream, bits)[..., :n]
 
 
 def _lloyd(x: mx.array, start: mx.array, turn: float = 0.0) -> mx.array:
