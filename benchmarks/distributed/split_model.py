@@ -39,6 +39,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "cachegen": {"cachegen_layer_groups": 1},  # a schedule by depth would give the halves different sizes
     "kvquant": {"n_calib_tokens": 64},
     "skvq": {"skvq_window": 32},
+    # heads share their bits within one machine only: equal bits
+    "spectral": {"bit_width_inlier": 4, "spectral_key_d_eff": 1, "spectral_val_d_eff": 1, "n_calib_tokens": 64},
+    "svdq": {"svdq_rank": 16, "svdq_bit_schedule": (8, 4), "n_calib_tokens": 32},
+    "kvtc": {"kvtc_bit_choices": (8,), "residual_length": 32, "n_calib_tokens": 64},
     "snapkv": {"snap_budget": 64, "snap_obs_window": 16},
     "streaming_llm": {"stream_window_size": 60},
     "knorm": {"knorm_budget": 64},

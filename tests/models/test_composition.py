@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "skvq": {"skvq_window": 16},
     "qjl": {"residual_length": 32},
     "kvquant": {"n_calib_tokens": 64},
+    "kvtc": {"residual_length": 32},
     "streaming_llm": {"stream_window_size": BUDGET - 4},
     "rocketkv": {"rocketkv_compression_ratio": 2.0, "rocketkv_obs_window": 8},
     "snapkv": {"snap_obs_window": 8},

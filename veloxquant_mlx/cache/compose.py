@@ -50,7 +50,8 @@ def compose(evicting: Recipe, packing: Recipe, names: tuple[str, str]) -> Recipe
 
     def stream(rows: Stream, packed: Stream) -> Stream:
         dtype = packed.dtype if rows.dtype is None else rows.dtype
-        return dataclasses.replace(packed, sinks=max(packed.sinks, sinks), fit_rows=FIT_ROWS, dtype=dtype)
+        most = max(packed.sinks, sinks)
+        return dataclasses.replace(packed, sinks=most, fit_rows=FIT_ROWS, dtype=dtype, bounded=rows.bounded)
 
     together = any(s.codec is not None and s.codec.block > 1 for s in (packing.keys, packing.values))
     rewritten = (REWRITTEN.format(name=names[1]),) if together and (ev.per_step or ev.bounded) else ()

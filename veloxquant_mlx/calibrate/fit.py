@@ -10,20 +10,22 @@ import mlx.core as mx
 import numpy as np
 
 from ..artifacts.calibration import CalibrationArtifact, ModelPrint
+from ..core.types import LayerInfo
 from ..methods._method import refuse
-from .collect import Progress, Sample, collect
+from .axes import kvtc_axes, spectral_axes
+from .collect import Progress, Sample, collect, hooked_slots
 from .qfilters import ANISOTROPIC, query_filters
 
 
 @dataclass(frozen=True)
 class Calibrator:
-    """``wants``: parts of a ``Sample`` to collect; ``fit``: the arrays of its layer by name, and remarks about it."""
+    """``wants``: parts of a ``Sample`` to collect; ``fit``: arrays of a layer by name, and remarks about it."""
 
     wants: tuple[str, ...]
-    fit: Callable[[Sample], tuple[dict[str, np.ndarray], list[str]]]
+    fit: Callable[[Sample, LayerInfo], tuple[dict[str, np.ndarray], list[str]]]
 
 
-def _qfilters(sample: Sample) -> tuple[dict[str, np.ndarray], list[str]]:
+def _qfilters(sample: Sample, _: LayerInfo) -> tuple[dict[str, np.ndarray], list[str]]:
     filters, share = query_filters(sample.numpy("queries"), sample.kv_heads)
     weak = [
         f"layer {sample.index}, query head {head}: only {share[head]:.0%} of the queries on one side of their filter"
@@ -32,7 +34,11 @@ def _qfilters(sample: Sample) -> tuple[dict[str, np.ndarray], list[str]]:
     return {"filters": filters}, weak
 
 
-CALIBRATORS: Mapping[str, Calibrator] = {"qfilters": Calibrator(("queries",), _qfilters)}
+CALIBRATORS: Mapping[str, Calibrator] = {
+    "kvtc": Calibrator(("keys", "values"), kvtc_axes),
+    "qfilters": Calibrator(("queries",), _qfilters),
+    "spectral": Calibrator(("keys", "values"), spectral_axes),
+}
 
 
 def fit_artifact(
@@ -46,7 +52,7 @@ def fit_artifact(
 ) -> tuple[CalibrationArtifact, list[str]]:
     """The artifact of ``method`` for ``model``, fitted on ``limit`` tokens of ``sequences``; and what is worth knowing.
 
-    Fitted on the host in float64, kept in float32. Raises ``QuantizerConfigError`` for a method without an artifact
+    Kept in float32. Raises ``QuantizerConfigError`` for a method without an artifact
     and for a model that hides its queries.
     """
     if method not in CALIBRATORS:
@@ -55,8 +61,11 @@ def fit_artifact(
     samples = collect(model, sequences, calibrator.wants, limit=limit, seed=seed, progress=progress)
     layers: dict[int, dict[str, mx.array]] = {}
     remarks: list[str] = []
+    infos = {slot.index: slot.layer for slot in hooked_slots(model)}
     for index, sample in samples.items():
-        arrays, told = calibrator.fit(sample)
+        info = infos[index]
+        assert info is not None, "hooked slots have a layer"
+        arrays, told = calibrator.fit(sample, info)
         layers[index] = {name: mx.array(array.astype(np.float32)) for name, array in arrays.items()}
         remarks += told
     used = len(next(iter(samples.values())).positions)

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import CacheStateError
-from .packing import pack, unpack
+from .packing import pack, padded, row_multiple, to_words, unpack
 
 MAGIC, VERSION = b"VQEC", 1
 # Magic, version, kind of tables, levels, dimensions, crc of the codes, bytes of tables, words of payload; then come the
@@ -90,11 +90,11 @@ def empirical_bits(codes: np.ndarray, per_row: bool = True) -> float:
 
 
 def channel_codes(words: mx.array, bits: int) -> np.ndarray:
-    """The codes in ``words`` ``(B, H, n, W)``, channel by channel: uint8 ``(B, H, c, m)``.
+    """The codes in ``words`` ``(B, H, n, W)`` (words, or rows of bytes), channel by channel: uint8 ``(B, H, c, m)``.
 
     Channels and tokens at the end that are all zeros (padding, room to grow) are left out.
     """
-    codes = np.array(unpack(words, bits))
+    codes = np.array(unpack(to_words(words, bits) if words.dtype == mx.uint8 else words, bits))
     tokens, channels = codes.any((0, 1, 3)), codes.any((0, 1, 2))
     m, c = (int(np.flatnonzero(used).max(initial=-1)) + 1 for used in (tokens, channels))
     return np.ascontiguousarray(codes[:, :, :m, :c].swapaxes(-1, -2))
@@ -105,13 +105,14 @@ def encode_words(words: mx.array, bits: int, per_channel: bool = True) -> mx.arr
     return mx.array(np.frombuffer(encode_bytes(channel_codes(words, bits), per_channel), np.uint8))
 
 
-def decode_words(record: mx.array, bits: int, shape: Sequence[int]) -> mx.array:
-    """The packed codes of a record, as ``encode_words`` got them in words of ``shape``."""
+def decode_words(record: mx.array, bits: int, shape: Sequence[int], size: int = 4) -> mx.array:
+    """The packed codes of a record, as ``encode_words`` got them in ``shape``: words, or with ``size=1`` bytes."""
     codes = decode_bytes(np.array(record).tobytes())
-    *lead, n, n_words = shape
-    whole = np.zeros((*lead, n, n_words * 32 // bits), np.uint8)
+    *lead, n, wide = shape
+    whole = np.zeros((*lead, n, padded(wide * size * 8 // bits, row_multiple(bits))), np.uint8)
     whole[..., : codes.shape[-1], : codes.shape[-2]] = codes.swapaxes(-1, -2)
-    return pack(mx.array(whole), bits)
+    words = pack(mx.array(whole), bits)
+    return words if size == 4 else mx.contiguous(words.view(mx.uint8)[..., :wide])
 
 
 def _rows(codes: np.ndarray) -> np.ndarray:
