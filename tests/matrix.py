@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from tests.formulas_adakv import adakv
+from tests.formulas_amc import amc
 from tests.formulas_axes import kvtc, spectral, svdq
 from tests.formulas_gear import gear
 from tests.formulas_kvzip import latest
@@ -365,8 +366,8 @@ ROWS = (
     Row(
         "svdq",
         "svdq",
-        svdq((8, 4, 2, 1, 1, 0, 0, 0), 32, 64),
-        {"svdq_rank": 32, "n_calib_tokens": 64},
+        svdq((8, 4, 2, 1, 1, 0, 0, 0), 16, 64),
+        {"svdq_rank": 16, "n_calib_tokens": 64},
         identity=63,
         channel_bits=1,
     ),
@@ -377,6 +378,7 @@ ROWS = (
         {"kvtc_bit_budget": 144, "kvtc_bit_choices": (0, 4), "residual_length": 32, "n_calib_tokens": 64},
         identity=67,
     ),
+    Row("amc", "amc", amc(0.2, 0.3, 32, 64), {}, identity=63, channel_bits=1, value_bits=1, prompt_block=True),
     Row(
         "snapkv-64",
         "snapkv",

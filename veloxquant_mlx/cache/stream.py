@@ -89,12 +89,11 @@ def _padded(parts: list[mx.array], extra: int) -> mx.array:
     return mx.concatenate(parts, axis=2) if len(parts) > 1 else _own(parts[0])
 
 
-class Packed:
-    """Sealed codes of ``n`` tokens, in buffers that hold ``n`` rounded up to whole growth steps."""
+class Block:
+    """The codes of one prompt: ``n`` tokens that were encoded together."""
 
     def __init__(self, codec: Codec):
         self.spec, self.n = codec, 0
-        self.step = math.lcm(GROW, codec.block)
         self.codes: Codes = {}
         self.fitted: Codes = {}
         self._bound: Codec | None = None
@@ -111,6 +110,14 @@ class Packed:
     def fit(self, fitted: Codes) -> None:
         """Work with ``fitted`` from now on; an empty dict forgets a fit."""
         self.fitted, self._bound = fitted, None
+
+
+class Packed(Block):
+    """Sealed codes of ``n`` tokens, in buffers that hold ``n`` rounded up to whole growth steps."""
+
+    def __init__(self, codec: Codec):
+        super().__init__(codec)
+        self.step = math.lcm(GROW, codec.block)
 
     @property
     def capacity(self) -> int:
@@ -161,14 +168,6 @@ class Packed:
             self.append(codes, n)
 
 
-class Block:
-    """The codes of one prompt: ``n`` tokens that were encoded together."""
-
-    def __init__(self, codec: Codec):
-        self.codec, self.n = codec, 0
-        self.codes: Codes = {}
-
-
 class StreamStore:
     """One tensor of one layer: rows ``[sinks | prompt | packed | tail]``. ``where`` gives the positions of rows.
 
@@ -198,7 +197,7 @@ class StreamStore:
         """Rows held."""
         return self.sinks.n + self.n_sealed + self.tail.n
 
-    def _sealed(self) -> list[Block | Packed]:
+    def _sealed(self) -> list[Block]:
         return [part for part in (self.prompt, *reversed(self.older), self.packed) if part is not None and part.n]
 
     # ------------------------------------------------------------------------------------------------------- sealing
@@ -208,22 +207,16 @@ class StreamStore:
         if self.packed is None:
             return 0
         before = self.n_sealed
-        if ends and self.prompt is not None and not before:
-            due = self.n - self.spec.sinks - self.spec.window
-            if due > 0:
-                rows, start = self._take(due)
-                self.prompt.codes, self.prompt.n = self._encode(self.prompt.codec, rows, start, guide), due
+        if self.prompt is not None and (due := self.of_prompt(ends)):
+            if self.prompt.spec.fit_rows and not self.packed.fitted:
+                self._fit(self.packed.spec.fit_rows)
+            rows, start = self._take(due)
+            self.prompt.codes, self.prompt.n = self._encode(self.prompt.codec, rows, start, guide), due
         held = self.prompt.n if self.prompt is not None else 0
         due = self.spec.n_sealed(self.n - held, bool(self.packed.fitted)) - (self.n_sealed - held)
         if due > 0 and self.packed.spec.fit_rows and not self.packed.fitted:
-            self._fill_sinks()
-            rows, start = self.tail.view(), self.sinks.n + held
-            assert rows is not None
             # The rows at the end of a prompt are the same however it came; later on only their number can be.
-            most = self.packed.spec.fit_rows if ends else self.spec.first_rows
-            first = self._turn(rows[..., :most, :], start, back=True)
-            n = first.shape[2]
-            self.packed.fit(self.packed.spec.fit(self.exact.shielded(first, self._where(start, start + n), n)))
+            self._fit(self.packed.spec.fit_rows if ends else self.spec.first_rows)
         while due > 0:
             step, now = self.packed.spec.refit_rows, due
             if step:
@@ -236,6 +229,28 @@ class StreamStore:
                 self.packed.fit(codec.refit(codec.rows(self.packed.codes, n - step, n, mx.float32)))
         self._age(self.packed, self.n - held)
         return self.n_sealed - before
+
+    def of_prompt(self, ends: bool) -> int:
+        """Rows that the next ``seal`` encodes as the block of the prompt, if that ``ends``."""
+        if self.prompt is None or self.packed is None or not ends or self.n_sealed:
+            return 0
+        fit = self.spec.first_rows if self.prompt.spec.fit_rows and not self.packed.fitted else 0
+        return max(0, self.n - self.spec.sinks - self.spec.window) if self.n >= self.spec.sinks + fit else 0
+
+    def _fit(self, n: int) -> None:
+        """Fit on the first ``n`` rows after the sinks and the prompt, or on all there are."""
+        self._fill_sinks()
+        rows, start = self.tail.view(), self.sinks.n + self.n_sealed
+        assert rows is not None and self.packed is not None
+        first = self._turn(rows[..., :n, :], start, back=True)
+        n = first.shape[2]
+        self._learned(self.packed.spec.fit(self.exact.shielded(first, self._where(start, start + n), n)))
+
+    def _learned(self, fitted: Codes) -> None:
+        """A fit serves every codec of the stream that asks for one."""
+        for part in (self.prompt, self.packed):
+            if part is not None and part.spec.fit_rows:
+                part.fit(fitted)
 
     def _age(self, younger: Packed, rows: int) -> None:
         """Hand codes on to the codecs of their age, through every codec between: so history does not matter."""
@@ -301,7 +316,7 @@ class StreamStore:
 
     def _decoded(
         self,
-        part: Block | Packed,
+        part: Block,
         start: int,
         stop: int,
         first: int,
@@ -337,7 +352,7 @@ class StreamStore:
             parts.append(q @ tail.astype(q.dtype).swapaxes(-1, -2))
         return self.added.to_scores(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1), q)
 
-    def _turned_scores(self, part: Block | Packed, q: mx.array, at: int) -> list[mx.array]:
+    def _turned_scores(self, part: Block, q: mx.array, at: int) -> list[mx.array]:
         """Scores of a sealed part whose rows must be turned before they meet the queries, tile by tile."""
         wide, out = q.astype(compute_dtype(q.dtype)), []
         for start in range(0, part.n, TILE):
@@ -394,7 +409,7 @@ class StreamStore:
         if not self.n_sealed:
             self.exact.rows = None
         if self.packed is not None and not self.packed.n and n < self.spec.sinks + self.spec.first_rows:
-            self.packed.fit({})
+            self._learned({})
 
     def put(self, x: mx.array, slot: mx.array) -> None:
         """Overwrite one float row per head with ``x`` ``(B, H, 1, D)`` at ``slot`` ``(B | 1, H | 1, 1)``."""
@@ -524,7 +539,7 @@ class StreamStore:
         else:
             assert self.packed is not None
             if kind == "fitted":
-                self.packed.fit(self.packed.fitted | {field: array})
+                self._learned(self.packed.fitted | {field: array})
             else:
                 self.packed.codes[name] = array
 
@@ -538,7 +553,7 @@ class StreamStore:
             if part is not None:
                 part.n = n
 
-    def _parts(self) -> list[Rows | Block | Packed | None]:
+    def _parts(self) -> list[Rows | Block | None]:
         return [self.sinks, self.prompt, self.packed, self.tail, *self.older]
 
 

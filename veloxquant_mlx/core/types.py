@@ -54,7 +54,8 @@ class Stream:
     Rows run ``[sinks | prompt | sealed | tail]``: the first ``sinks`` rows and the newest rows stay in the model's
     dtype; the rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist.
     ``codec=None`` keeps everything as it came. With a ``prompt`` codec (which needs ``Recipe.deferred``) all rows of
-    the first prompt that are due at its end become one block of that codec, whatever their number. With a ``rotation``
+    the first prompt that are due at its end become one block of that codec, whatever their number; if it asks for a
+    fit, that of ``codec`` on the prompt's rows, once there are enough, serves both. With a ``rotation``
     (of keys) codecs see rows as they were before it, and without ``bias`` where there is one. ``dtype`` casts the rows
     on arrival, None keeps the model's. ``fit_rows`` fits the codec on fewer rows than it asks for. ``bounded`` says
     that a policy caps the float rows, so that no room to grow is held. ``older`` lists ages in rising order, each with

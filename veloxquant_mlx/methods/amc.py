@@ -3,6 +3,16 @@
 Paper of the tiers: Hu et al., "Adaptive Model Compression (AMC): Saliency-Driven Resource Allocation for
 Ultra-Low-Power Transformer Inference", arXiv:2607.10109 (preprint). It is about activations: the use for a KV cache is
 our design, and the paper's numbers say nothing about it.
+
+[design] Axes are principal ones of each head (not centred, after RoPE), fitted on the prompt when it ends: on all of
+it or its first ``n_calib_tokens`` tokens; a shorter prompt waits for more. Saliency is not clamped, and shares are
+those of the ranked prompt. Its thresholds are kept for all later tokens, which are packed by 32 with as much room per
+tier as the shares say: more salient tokens than that are one tier lower, and room that is not needed stays empty. Rows
+of the top tier are float16. The tier of a token is held with its key and again with its value. Salient by size is not
+important: attention sinks have small values.
+
+``amc_query_alpha`` counts only with ``amc_use_query_saliency``: the mean of the newest 32 queries then takes part,
+which after a trim may be queries of tokens that are gone.
 """
 
 from __future__ import annotations
@@ -10,10 +20,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..codecs.ranks import RankTiers
+from ..core.types import Recipe, Stream
+from ..policies.magnitude import Adaptive, MagnitudeTiers
 from ._method import FLAG, MethodInfo, floats, ints, option, optional, refuse
 
 if TYPE_CHECKING:
     from ..cache._flat import FlatConfig
+    from ..core.types import LayerInfo
+
+SEGMENT = 32  # later tokens that are packed together, and tokens that stay exact
+FEWEST, ALL = 64, 1 << 30  # tokens of a fit
 
 
 @dataclass
@@ -51,3 +68,28 @@ def check(config: FlatConfig) -> None:
     if config.amc_adaptive_thresholds and config.amc_calib_variance is None:
         valid = "a number > 0 while amc_adaptive_thresholds is on"
         refuse("amc_calib_variance", None, valid, "Measure it on a calibration text or switch the thresholds off.")
+
+
+def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
+    """The prompt is one block, ranked; keys and values of a token share its tier."""
+    shares, calib = (config.amc_k_high, config.amc_k_mid), config.n_calib_tokens
+
+    def stream(dim: int) -> Stream:
+        later, prompt = (
+            RankTiers(shares, config.amc_group_size, dim=dim, segment=n, fit_rows=calib or ALL) for n in (SEGMENT, 0)
+        )
+        return Stream(later, prompt=prompt, window=SEGMENT, chunk=SEGMENT, fit_rows=calib or FEWEST)
+
+    adaptive = None
+    if config.amc_adaptive_thresholds:
+        assert config.amc_calib_variance is not None
+        adaptive = Adaptive(config.amc_gamma, config.amc_calib_variance, config.amc_threshold_window)
+    alpha = config.amc_query_alpha if config.amc_use_query_saliency else 1.0
+    when = f"the first {calib} tokens" if calib else f"the prompt when it ends, once there are {FEWEST} tokens"
+    return Recipe(
+        keys=stream(layer.head_dim),
+        values=stream(layer.value_dim),
+        deferred=True,
+        guide=MagnitudeTiers(shares, SEGMENT, alpha, adaptive),
+        notes=(f"axes fitted on {when}",),
+    )

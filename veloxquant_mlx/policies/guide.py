@@ -43,7 +43,7 @@ def due(rows: StreamStore, ends: bool) -> tuple[int, int]:
     spec, first = rows.spec, min(rows.spec.sinks, rows.n) + rows.n_sealed
     if rows.packed is None:
         return first, first
-    if ends and rows.prompt is not None and not rows.n_sealed:
-        return first, max(first, rows.n - spec.window)
+    if of_prompt := rows.of_prompt(ends):
+        return first, first + of_prompt
     held = rows.prompt.n if rows.prompt is not None else 0
     return first, first + max(0, spec.n_sealed(rows.n - held, bool(rows.packed.fitted)) - (rows.n_sealed - held))
