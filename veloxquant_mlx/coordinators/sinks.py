@@ -178,7 +178,8 @@ def _probe(model: Any, slots: Sequence[Slot]) -> Emergence | str:
     _probing.hears = hear
     try:
         runs = (language_models(model) or [model])[-1]
-        runs(mx.array(ids), cache=[copy.deepcopy(slot.native) for slot in slots])
+        # To its end: parts of a model that is split over processes wait for each other.
+        mx.eval(runs(mx.array(ids), cache=[copy.deepcopy(slot.native) for slot in slots]))
     except Exception as error:  # a model's own code may raise anything; the receipt says what
         return f"it could not be probed: {type(error).__name__}: {error}"
     finally:
