@@ -11,6 +11,11 @@ from ..codecs.base import take_rows
 NOBODY = -2  # a place that no token has taken yet (-1 is the position of holes)
 
 
+def first(flags: mx.array, axis: int) -> mx.array:
+    """Where the first True of ``flags`` is along ``axis``, int32; 0 where there is none."""
+    return mx.argmax(flags.astype(mx.uint8), axis=axis).astype(mx.int32)  # not every back end compares booleans
+
+
 class Exact:
     """Copies ``rows`` ``(B, H, m, D)`` of the packed rows whose positions are among ``marks()``; None until one is.
 
@@ -33,7 +38,7 @@ class Exact:
         hits = self._hits(positions)
         if hits is None:
             return
-        found, which = hits.any(axis=-1)[..., None], mx.argmax(hits, axis=-1).astype(mx.int32)
+        found, which = hits.any(axis=-1)[..., None], first(hits, axis=-1)
         new = rows if rows.shape[2] == 1 else take_rows(rows, which)
         old = self.rows
         if old is None:
@@ -55,15 +60,15 @@ class Exact:
         newer = mx.cummin(mx.where(taken, 2 * far, here), axis=-1, reverse=True)
         nearest = mx.where(here - older <= newer - here, older, newer)
         nearest = mx.where(taken.all(axis=-1, keepdims=True), here, nearest)
-        first = mx.arange(0, k, block, dtype=mx.int32)[:, None]
-        return take_rows(rows, (nearest + first).reshape(*lead, k))
+        start = mx.arange(0, k, block, dtype=mx.int32)[:, None]
+        return take_rows(rows, (nearest + start).reshape(*lead, k))
 
     def to_rows(self, x: mx.array, positions: mx.array) -> mx.array:
         """Decoded rows ``x`` ``(B, H, k, D)`` with the exact ones in their places."""
         hits = None if self.rows is None else self._hits(positions)
         if self.rows is None or hits is None:
             return x
-        exact = take_rows(self.rows, mx.argmax(hits, axis=-2).astype(mx.int32))
+        exact = take_rows(self.rows, first(hits, axis=-2))
         return mx.where(hits.any(axis=-2)[..., None], exact.astype(x.dtype), x)
 
     def to_scores(self, scores: mx.array, q: mx.array, positions: mx.array) -> mx.array:

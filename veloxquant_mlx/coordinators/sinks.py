@@ -21,7 +21,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..attention import forward
-from ..cache.exact import NOBODY
+from ..cache.exact import NOBODY, first
 from ..models.inspect import decoder_blocks, language_models, vocabulary
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ def mark(marks: mx.array | None, count: int, sinks: mx.array, start: int) -> mx.
     taken = (marks >= 0).sum(axis=-1)
     place = mx.cumsum(sinks.astype(mx.int32), axis=-1) - 1 + taken
     takes = sinks[:, None] & (place[:, None] == mx.arange(count)[:, None])
-    position = (start + mx.argmax(takes, axis=-1)).astype(mx.int32)
-    return mx.where(takes.any(axis=-1), position, marks[:, 0])[:, None]
+    return mx.where(takes.any(axis=-1), start + first(takes, axis=-1), marks[:, 0])[:, None]
 
 
 def _heard(original: Callable) -> Callable:
