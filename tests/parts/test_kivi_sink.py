@@ -283,6 +283,20 @@ def test_sequences_of_a_batch_have_their_own() -> None:
         assert [places(row) for row in batch.rows] == [[14, 30, 60], [5, -2, -2]]
 
 
+@pytest.mark.parametrize("first", ["squeeze", "kivi_sink"])
+def test_blocks_may_be_watched_for_two_reasons(first: str) -> None:
+    """Budgets by layer and sinks, whichever was asked for first."""
+    model, token = with_sinks()
+    dropping = KVCacheConfig(method="squeeze", squeeze_budget=80)
+    if first == "kivi_sink":
+        caches_of(model)
+    caches = KVCacheBuilder.for_model(model, [dropping, KVCacheConfig(**SMALL)])
+    run(model, caches, text(token, [14, 77]), 119)
+    assert [places(cache) for cache in caches] == [[], [], *[[14, 77, -2]] * 4]
+    budgets = [cache.life.budget for cache in caches]
+    assert sum(budgets) == 6 * 80 and len(set(budgets)) > 1
+
+
 def test_files_bring_the_rule_along(tmp_path: Path) -> None:
     """Also to a process whose model was never made ready."""
     model, token = with_sinks()
