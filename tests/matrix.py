@@ -163,6 +163,21 @@ def polar(bits: int, fit: int) -> Callable[[int, Shape, int], int]:
     return held
 
 
+def nsnquant(window: int) -> Callable[[int, Shape, int], int]:
+    """Whole windows once a further window has come: 2 bits per number and a float16, half a byte per row and channel of
+    a window, and 8 bytes for their ends.
+    """
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, *dims = shape
+        n = max(tokens - window, 0) // window * window
+        room = up(n, math.lcm(GROW, window))
+        packed = sum(room * (d // 4 + 2) + room // window * (-(-window // 2) + -(-d // 2) + 8) for d in dims)
+        return b * h * (packed + (tokens - n) * sum(dims) * itemsize)
+
+    return held
+
+
 def cachegen(bits: int, group: int) -> Callable[[int, Shape, int], int]:
     """Whole groups packed, keys and values alike: 8 bits for the first token, a float16 scale for every token."""
 
@@ -330,6 +345,15 @@ ROWS = (
         "turboquant_prod",
         prod(3, 4, 64),
         {"bit_width_inlier": 3, "bit_width_outlier": 4, "n_calib_tokens": 64},
+    ),
+    Row(
+        "nsnquant",
+        "nsnquant",
+        nsnquant(32),
+        {"nsn_residual_length": 32},
+        identity=63,
+        channel_bits=2,
+        value_bits=2,
     ),
     Row("polar", "polar", polar(2, 40), {"n_calib_tokens": 40}, identity=39),
     Row("qjl", "qjl", qjl(2, 64), {"residual_length": 64}, identity=95),

@@ -35,6 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "turboquant_mse": {"bit_width_inlier": 8},
     "turboquant_prod": {"bit_width_inlier": 8, "bit_width_outlier": 8, "n_calib_tokens": 32},
     "polar": {},
+    "nsnquant": {"nsn_residual_length": 32},
     "qjl": {"residual_length": 32, "n_outlier_channels": 4},
     "turboquant_rvq": {"bit_width_inlier": 3},
     "cachegen": {"cachegen_layer_groups": 1},  # a schedule by depth would give the halves different sizes

@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "adakv": {"residual_length": 32},
     "kitty": {"residual_length": 32},
     "skvq": {"skvq_window": 16},
+    "nsnquant": {"nsn_residual_length": 32},
     "qjl": {"residual_length": 32},
     "kvquant": {"n_calib_tokens": 64},
     "kvtc": {"residual_length": 32},

@@ -45,6 +45,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
     ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
     ("polar, 2 bits", {"method": "polar", "bit_width_inlier": 2}),
+    ("nsnquant, 2 bits", {"method": "nsnquant"}),
     ("qjl, 1 and 2 bits", {"method": "qjl", "jl_dim": 128, "n_outlier_channels": 8}),
     ("cachegen, 4 bits at first", {"method": "cachegen"}),
     ("kvquant, 3 bits", {"method": "kvquant"}),

@@ -136,7 +136,7 @@ class Polar(Codec):
         place = np.repeat(np.arange(len(per)) << self.bits, per).astype(np.uint8)
         index = unpack(codes["upper"], self.bits, place.size) + mx.array(place)
         turns = _take(index, self._angles)
-        return mx.split(turns, np.cumsum(per)[:-1].tolist(), axis=-2)
+        return list(mx.split(turns, np.cumsum(per)[:-1].tolist(), axis=-2))
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         radius = codes["radii"].astype(mx.float32) * self.size**0.5
