@@ -72,35 +72,16 @@ def test_the_documented_builder_example():
 @pytest.mark.parametrize("name", BUILT)
 @pytest.mark.parametrize("fields", [{}, {"enable_vectorized_attend": False}, {"dtype": mx.float16}])
 def test_numbers_are_those_of_a_model_served(name, fields):
-    """Head by head, token by token: bit for bit what the first layer of a model gets."""
-    model = tiny.build("llama")
+    """Token by token, bit for bit what a layer of a model gets that has one head."""
     config = KVCacheConfig(method=name, seed=3, **fields)
-    served = KVCacheBuilder.for_model(model, config, serve_standalone=True)[0]
+    served = KVCacheBuilder.for_model(tiny.build("llama"), config, serve_standalone=True)[1]
     dim = served.config.head_dim
-    assert served.config.seed == 3 and isinstance(served, CompressedKVCache)
-    heads = [create(name, dim, seed=3, **fields) for _ in range(2)]
-    keys, values, queries = (rows(2 * 150, seed, dim).reshape(1, 2, 150, dim) for seed in range(3))
-    for i in range(150):
-        now = slice(i, i + 1)
-        served.update_and_fetch(keys[:, :, now], values[:, :, now])
-        out = served.attend(queries[:, :, now], scale=dim**-0.5)
-        for h, head in enumerate(heads):
-            head.append(keys[0, h, i], values[0, h, i])
-            if i % 10 == 9:
-                found = head.attend(queries[0, h, i])
-                # one head at a time adds up in another order than two (float32; float16 products when asked for)
-                np.testing.assert_allclose(found, out[0, h, 0], rtol=1e-4, atol=2e-2 if "dtype" in fields else 1e-4)
-    assert all(len(head) == served.offset == 150 for head in heads)
-
-
-@pytest.mark.parametrize("name", BUILT)
-def test_one_head_is_a_serving_cache_of_one_head(name):
-    cache, served = create(name), CompressedKVCache(KVCacheConfig(method=name, head_dim=D))
-    keys, values, queries = rows(150), rows(150, 1), rows(150, 2)
-    for k, v, q in zip(keys, values, queries, strict=True):
+    assert served.config.seed == 4 and isinstance(served, CompressedKVCache)
+    cache = create(name, dim, seed=4, **fields)
+    for k, v, q in zip(rows(150, 0, dim), rows(150, 1, dim), rows(150, 2, dim), strict=True):
         cache.append(k, v)
         served.update_and_fetch(k[None, None, None], v[None, None, None])
-        assert mx.array_equal(cache.attend(q), served.attend(q[None, None, None], scale=D**-0.5)[0, 0, 0])
+        assert mx.array_equal(cache.attend(q), served.attend(q[None, None, None], scale=dim**-0.5)[0, 0, 0])
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -183,12 +164,12 @@ def test_reset_keeps_what_was_fitted():
 
 @pytest.mark.parametrize("name", BUILT)
 def test_memory_grows_by_the_codes(name):
-    """16-bit rows would take 256 bytes per token."""
+    """16-bit rows would take 256 bytes per token. What is fitted on the first tokens is fitted by then."""
     cache, sizes = create(name), []
-    for i in range(6):
+    for i in range(8):
         fed(cache, rows(64, 2 * i), rows(64, 2 * i + 1))
         sizes.append(cache.memory_bytes())
-    assert max(np.diff(sizes[2:])) <= 64 * 160
+    assert max(np.diff(sizes[-3:])) <= 64 * 160
 
 
 @pytest.mark.parametrize("x", [mx.zeros((D + 1,)), mx.zeros((1, D)), mx.zeros((D,), mx.int32), mx.array(1.0)])
