@@ -13,6 +13,25 @@ from .packing import check_bits, pack, padded, row_multiple
 from .tables import PackedDots
 
 
+class Nearest:
+    """How many of ``2 ** bits - 1`` ascending thresholds lie below each value."""
+
+    def __init__(self, thresholds: np.ndarray, bits: int) -> None:
+        self.bits = bits
+        self._thresholds, self._tree = mx.array(thresholds.astype(np.float32)), mx.array(_search_tree(thresholds))
+        mx.eval(self._thresholds, self._tree)
+
+    def __call__(self, z: mx.array) -> mx.array:
+        if z.size <= 4096 or mx.default_device() == mx.gpu:
+            return mx.searchsorted(self._thresholds, z)
+        # The same search as a walk down a tree in heap order: five times faster on the CPU for many values.
+        flat = z.reshape(-1)
+        node = (flat > self._tree[1]).astype(mx.uint8 if self.bits < 8 else mx.uint16) + 2
+        for _ in range(self.bits - 1):
+            node = node + node + (flat > mx.take_along_axis(self._tree, node, axis=0))
+        return (node - (1 << self.bits)).reshape(z.shape)
+
+
 class ScalarCodebook(Codec):
     """Nearest of ``2 ** bits`` levels for every coordinate of ``x / rms(x)``, and the rms of the row in float16.
 
@@ -35,11 +54,9 @@ class ScalarCodebook(Codec):
         order = np.argsort(table, kind="stable")
         if not np.isfinite(table).all():
             raise QuantizerConfigError("levels must be finite numbers")
-        thresholds = (table[order][1:] + table[order][:-1]) / 2
-        self._thresholds = mx.array(thresholds)
-        self._tree = mx.array(_search_tree(thresholds))
+        self._nearest = Nearest((table[order][1:] + table[order][:-1]) / 2, bits)
         self._order = None if (np.diff(order) == 1).all() else mx.array(order.astype(np.uint8))
-        mx.eval(self._thresholds, self._tree, self._order)
+        mx.eval(self._order)
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)
@@ -50,17 +67,6 @@ class ScalarCodebook(Codec):
         if self.padded_dim > self.dim:
             codes = mx.pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, self.padded_dim - self.dim)])
         return {"words": pack(codes, self.bits), "rms": mx.minimum(rms[..., 0], F16_MAX).astype(mx.float16)}
-
-    def _nearest(self, z: mx.array) -> mx.array:
-        """How many thresholds lie below each value."""
-        if z.size <= 4096 or mx.default_device() == mx.gpu:
-            return mx.searchsorted(self._thresholds, z)
-        # The same search as a walk down a tree in heap order: five times faster on the CPU for many values.
-        flat = z.reshape(-1)
-        node = (flat > self._tree[1]).astype(mx.uint8 if self.bits < 8 else mx.uint16) + 2
-        for _ in range(self.bits - 1):
-            node = node + node + (flat > mx.take_along_axis(self._tree, node, axis=0))
-        return (node - (1 << self.bits)).reshape(z.shape)
 
     def _values(self, codes: Codes) -> mx.array:
         """Levels ``(B, H, n, padded_dim)`` in float32, without the rms."""

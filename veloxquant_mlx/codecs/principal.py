@@ -18,24 +18,30 @@ from ..transforms.rotation import haar
 from .allocation import MOST_BITS, normal_errors
 from .base import F16_MAX, Axis, Codec, Codes, Symbols, after, cast, compute_dtype
 from .basis import principal_axes, row_rms, sampled
-from .codebook import ScalarCodebook
+from .codebook import Nearest
 from .levels import lloyd_max
-from .packing import pack, row_multiple, to_bytes, to_words
+from .packing import lookup, lookup_table, pack, row_multiple, to_bytes, to_words, unpack
 from .sketch import SignSketch
 
 ALL = 1 << 30  # more rows than a prompt has: a fit takes what is there
 FLOOR = 1e-6  # least share of the mean square of a row that an axis counts with
 TINY = 1e-30
+PAIR_BITS = 4
 
 Allocate = Callable[[np.ndarray], np.ndarray]
 """Bits ``(D,)`` for squared errors ``(D, 9)`` of the axes with 0 to 8 bits."""
 
 
-class Levels(ScalarCodebook):
-    """Lloyd-Max codes of normal coordinates ``(B, H, n, c)`` as rows of bytes, without a norm."""
+class Levels:
+    """Lloyd-Max codes of normal coordinates ``(B, H, n, c)`` as rows of bytes."""
 
     def __init__(self, bits: int) -> None:
-        super().__init__(1, lloyd_max(bits), bits)
+        self.bits, levels = bits, lloyd_max(bits).astype(np.float32)
+        self._nearest = Nearest((levels[1:] + levels[:-1]) / 2, bits)
+        # Tables of pairs are twice as fast and too large for many bits, which few axes have.
+        self._pairs = lookup_table(levels, bits) if bits <= PAIR_BITS else None
+        self._levels = mx.array(levels)
+        mx.eval(self._levels)
 
     def pack(self, z: mx.array) -> mx.array:
         codes, n = self._nearest(z), z.shape[-1]
@@ -43,7 +49,11 @@ class Levels(ScalarCodebook):
         return to_bytes(pack(codes, self.bits), n, self.bits)
 
     def unpack(self, rows: mx.array, n: int) -> mx.array:
-        return self._dots.values(to_words(rows, self.bits))[..., :n]
+        words = to_words(rows, self.bits)
+        if self._pairs is not None:
+            return lookup(words, self.bits, self._pairs)[..., :n]
+        codes = unpack(words, self.bits, n)
+        return mx.take_along_axis(self._levels, codes.reshape(-1), axis=0).reshape(codes.shape)
 
     def error(self, z: mx.array) -> mx.array:
         """Mean squared error ``(B, H, c)`` of coding ``z``."""
