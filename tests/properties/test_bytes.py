@@ -37,9 +37,9 @@ def reachable_bytes(root: Any) -> int:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("tokens", [1, 31, 128, 257])
-def test_formula(row: Row, shape: Shape, tokens: int) -> None:
+@pytest.mark.parametrize(("size", "tokens"), [*((size, 257) for size in SHAPES), ("D64", 1), ("D64", 31), ("D80", 128)])
+def test_formula(row: Row, size: str, tokens: int) -> None:
+    shape = SHAPES[size]
     cache = row.cache(shape)
     feed(cache, tensors(tokens, shape, dtype=mx.float16), [tokens])
     cache.end_prefill()

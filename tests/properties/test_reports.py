@@ -170,8 +170,7 @@ def test_every_method(case: Callable[[Row], None], row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", METHODS, ids=lambda r: r.method)
-@pytest.mark.parametrize("repeats", [6, 7])
-@pytest.mark.parametrize("dim", [1, 40, 112, 160, 512])
+@pytest.mark.parametrize(("dim", "repeats"), [(1, 6), (40, 7), (112, 6), (160, 7), (512, 6)])
 def test_e4_f1_odd_heads(row: Row, repeats: int, dim: int) -> None:
     """Head sizes and groups of query heads that divide by nothing, two sequences: as the fp32 reference."""
     if row.method == "polar" and dim % 2:
@@ -186,7 +185,7 @@ def test_e4_f1_odd_heads(row: Row, repeats: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("row", METHODS, ids=lambda r: r.method)
-@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 127, 128, 129])
+@pytest.mark.parametrize("tokens", [1, 2, 31, 33, 128, 129])
 def test_a5_a7_tiny_chunks_at_every_edge(row: Row, tokens: int) -> None:
     data, whole = tensors(tokens), row.cache()
     feed(whole, data, [tokens])
