@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_causal_mask
 
-from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, identical, split, tensors
+from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, feed, identical, split, tensors
 from veloxquant_mlx.attention import reference
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.models.rope import probe_rotation

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, Shape, feed, split, stored_bytes, tensors
+from tests.matrix import DTYPES, IDS, ROWS, SHAPES, Row, feed, split, stored_bytes, tensors
 from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.report import cache_report
 
