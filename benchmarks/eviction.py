@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import time
 import warnings
 from typing import Any
 
@@ -98,13 +97,12 @@ def main(name: str, prompt: int, scored: int, methods: list[str], keys: bool) ->
     from mlx_lm.models.cache import make_prompt_cache
 
     bare = score_needles(model, lambda: make_prompt_cache(model), prompts)
-    rows: list[dict[str, Any]] = [row("no dropping", "-", prompt, 1.0, 0.0, 1.0, *bare, 0.0)]
+    rows: list[dict[str, Any]] = [row("no dropping", "-", prompt, 1.0, 0.0, 1.0, *bare)]
     for part in (2, 4):
         for label in methods:
             config = KVCacheConfig(method=label, **fields(label, prompt // part, prompt))
             # kvzip scores with a pass of its own, whose queries nothing replaces.
             for fed in (False, True) if keys and label != "kvzip" else (False,):
-                began = time.perf_counter()
 
                 def make(fed: bool = fed, config: KVCacheConfig = config) -> list[Any]:
                     caches = KVCacheBuilder.for_model(model, config)
@@ -112,7 +110,7 @@ def main(name: str, prompt: int, scored: int, methods: list[str], keys: bool) ->
                         feed_keys(caches)
                     return caches
 
-                if fed and not any(c.needs_queries for c in make() if isinstance(c, CompressedKVCache)):
+                if fed and not watches(make()):
                     continue
                 caches = make()
                 run = teacher_force(model, found, caches, prompt, step=512)
@@ -121,23 +119,22 @@ def main(name: str, prompt: int, scored: int, methods: list[str], keys: bool) ->
                 kept = float(np.mean([layer.rows for layer in ours])) - (len(run.logprobs) - 1)
                 needle = score_needles(model, make, prompts)
                 share = sum(layer.nbytes for layer in ours) / (2 * sum(layer.uncompressed for layer in ours))
-                seconds = time.perf_counter() - began
-                queries = "keys instead" if fed else "real" if caches_need(caches) else "none"
-                rows.append(
-                    row(label, queries, prompt // part, share, seen.mean_kl, seen.top1_agreement, *needle, seconds)
-                )
+                queries = "keys instead" if fed else "real" if watches(caches) else "none"
+                rows.append(row(label, queries, prompt // part, share, seen.mean_kl, seen.top1_agreement, *needle))
                 print(rows[-1], f"rows {kept:.0f}", flush=True)
     settings = {"model": name, "kv": "float32", "prompt": prompt, "scored": scored, "depths": DEPTHS}
     common.show(f"{name}: {prompt} tokens of prompt, {scored} scored", rows)
     common.save(f"eviction_{name}", settings, rows)
 
 
-def caches_need(caches: list[Any]) -> bool:
-    return any(c.needs_queries for c in caches if isinstance(c, CompressedKVCache))
+def watches(caches: list[Any]) -> bool:
+    """Whether what stays depends on queries (a method may also need attention to come back for other reasons)."""
+    policies = [c._recipe.eviction for c in caches if isinstance(c, CompressedKVCache)]
+    return any(p.retrieval is not None or (p.score is not None and p.score.needs_queries) for p in policies)
 
 
 def row(
-    label: str, queries: str, budget: int, share: float, kl: float, top1: float, logprob: float, exact: float, s: float
+    label: str, queries: str, budget: int, share: float, kl: float, top1: float, logprob: float, exact: float
 ) -> dict[str, Any]:
     return {
         "method": label,
@@ -148,7 +145,6 @@ def row(
         "top-1": top1,
         "needle log-probability": logprob,
         "needle exact": exact,
-        "seconds": s,
     }
 
 
