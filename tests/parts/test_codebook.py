@@ -63,6 +63,15 @@ def test_products_equal_the_decoded_rows(bits, dim):
     np.testing.assert_allclose(codec.mix(p, codes), p @ decoded, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits, dim", [(1, 64), (2, 80), (3, 64), (4, 512), (5, 64), (7, 96), (8, 512)])
+def test_tables_of_the_query_give_the_same_scores(bits, dim):
+    plain, fused = (ScalarCodebook(dim, lloyd_max(bits), bits, fused=on) for on in (False, True))
+    codes, q = plain.encode(rows((2, 2, 1100, dim), 1)), rows((2, 2, 12, dim), 2)
+    for few in (q[:, :, :1], q[:, :, :5], q):  # the last are too many for tables
+        # float32 sums of up to 512 terms in another order
+        np.testing.assert_allclose(fused.scores(few, codes), plain.scores(few, codes), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_attention_in_the_rotated_basis(dim):
     codec = Transformed(ScalarCodebook(dim, sums(2), 4), rotation(dim, 1))
