@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
-from veloxquant_mlx.cache.registry import METHODS, method
+from veloxquant_mlx.cache.registry import MethodName, method
 from veloxquant_mlx.cache.report import cache_report
 from veloxquant_mlx.core.types import LayerInfo
 from veloxquant_mlx.quality.measure import Reference, compare, reference, teacher_force
@@ -34,7 +34,7 @@ DEPTHS = (0.1, 0.4, 0.7)
 RATIO, WINDOW = "rocketkv_compression_ratio", "stream_window_size"
 
 
-def fields(name: str, budget: int, prompt: int) -> dict[str, Any]:
+def fields(name: MethodName, budget: int, prompt: int) -> dict[str, Any]:
     """Settings of ``name`` that keep ``budget`` of ``prompt`` tokens; the rest as the API has it."""
     if name == "rocketkv":
         return {RATIO: prompt / budget}
@@ -46,9 +46,9 @@ def fields(name: str, budget: int, prompt: int) -> dict[str, Any]:
     return {n: budget for n in names if n.endswith("_budget") and not n.endswith("resolved_budget")} | quiet
 
 
-def dropping() -> list[str]:
+def dropping() -> list[MethodName]:
     layer, found = LayerInfo(kv_heads=2), []
-    for name in METHODS:
+    for name in get_args(MethodName):
         entry = method(name)
         if entry.built and entry.recipe(KVCacheConfig(method=name), layer).eviction is not None:
             found.append(name)
@@ -61,9 +61,11 @@ def feed_keys(caches: list[Any]) -> None:
         if isinstance(cache, CompressedKVCache):
             life, store, attended = cache._life, cache._store, cache._life.attended
 
-            def instead(q: mx.array, scale: float, sinks: Any, store: Any = store, attended: Any = attended) -> None:
-                keys = store.keys.dense(store.n - q.shape[2], store.n)
-                attended(mx.repeat(keys, q.shape[1] // keys.shape[1], axis=1).astype(q.dtype), scale, sinks)
+            def instead(
+                queries: mx.array, scale: float, sinks: Any, store: Any = store, attended: Any = attended
+            ) -> None:
+                keys = store.keys.dense(store.n - queries.shape[2], store.n)
+                attended(mx.repeat(keys, queries.shape[1] // keys.shape[1], axis=1).astype(queries.dtype), scale, sinks)
 
             life.attended = instead
 
@@ -89,7 +91,7 @@ def score_needles(model: Any, make: Any, prompts: list[tuple[list[int], int]]) -
     return float(np.mean(logprobs)), float(np.mean(right))
 
 
-def main(name: str, prompt: int, scored: int, methods: list[str], keys: bool) -> None:
+def main(name: str, prompt: int, scored: int, methods: list[MethodName], keys: bool) -> None:
     model, text = common.load(name)
     tokenizer, found = common.tokenizer(name), text[: prompt + scored]
     truth: Reference = reference(model, found, prompt, step=512)
@@ -129,7 +131,8 @@ def main(name: str, prompt: int, scored: int, methods: list[str], keys: bool) ->
 
 def watches(caches: list[Any]) -> bool:
     """Whether what stays depends on queries (a method may also need attention to come back for other reasons)."""
-    policies = [c._recipe.eviction for c in caches if isinstance(c, CompressedKVCache)]
+    found = [c._recipe.eviction for c in caches if isinstance(c, CompressedKVCache)]
+    policies = [policy for policy in found if policy is not None]
     return any(p.retrieval is not None or (p.score is not None and p.score.needs_queries) for p in policies)
 
 
