@@ -21,7 +21,7 @@ def spectral(fit: int) -> Callable[[int, Shape, int], int]:
         if tokens < fit:
             return b * h * tokens * sum(dims) * itemsize
         rows = up(tokens, GROW) * (sum(up(d, 8) // 8 + 2 for d in dims) + 1 + 2)
-        return b * h * (rows + sum(4 * d * d + 4 * d for d in dims)) + sum(dims)
+        return b * h * (rows + sum(4 * d * d + 5 * d for d in dims))
 
     return held
 
@@ -36,7 +36,7 @@ def kvtc(budget: int, fit: int, window: int) -> Callable[[int, Shape, int], int]
         for d in dims:
             axes = min((budget - 16) // 4, d)
             total += b * h * up(n, GROW) * (-(-4 * axes // 8) + 2)
-            total += b * h * 4 * (d * axes + axes + d) + d if n else 0
+            total += b * h * (4 * (d * axes + axes + d) + d) if n else 0
         return total
 
     return held
@@ -50,7 +50,7 @@ def svdq(bits: tuple[int, ...], rank: int, fit: int) -> Callable[[int, Shape, in
         n, each = max(0, tokens - 32) // 32 * 32 if tokens >= fit else 0, rank // len(bits)
         kept = each * sum(bit > 0 for bit in bits)
         packed = up(n, GROW) * (each * sum(bits) + kept) // 8  # 32 bits of parameters for 32 numbers
-        fitted = b * h * 4 * (dk * kept + dk) + rank if n else 0
+        fitted = b * h * (4 * (dk * kept + dk) + rank) if n else 0
         return b * h * (packed + itemsize * ((tokens - n) * dk + up(tokens, GROW) * dv)) + fitted
 
     return held

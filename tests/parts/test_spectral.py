@@ -93,7 +93,7 @@ def test_a_flat_spectrum_and_random_axes_are_turboquant() -> None:
     # Random axes, equal bits: no gain from the spectrum. Equal bits on principal axes: none either.
     for other in (random, fitted(codec(1, 2), decayed)):
         assert relative(other, decayed) == pytest.approx(0.1160, rel=0.06)
-    assert np.array_equal(np.array(random._fitted["bits"]), np.full(128, 2))
+    assert np.array_equal(np.array(random._fitted["bits"][0, 0]), np.full(128, 2))
     assert np.allclose(np.array(random._fitted["basis"][0, 0]), haar(128, 3, 0), atol=1e-6)
 
 
@@ -118,7 +118,7 @@ def test_the_sketch_is_unbiased() -> None:
     bare = fitted(codec(4, 8, dim=32), x)
     codes = bare.encode(x)
     scores = np.array(mx.concatenate([one.scores(q, one.encode(x)) for one in made]))[:, 0, 0]
-    basis, order = bare._fitted["basis"], np.argsort(-np.array(bare._fitted["bits"]).astype(int), kind="stable")
+    basis, order = bare._fitted["basis"], np.argsort(-np.array(bare._fitted["bits"][0, 0]).astype(int), kind="stable")
     lead = np.flatnonzero(order < 4)
     missed = np.array((x - bare.decode(codes)) @ basis)[..., lead]
     want = np.array(bare.scores(q, codes))[0, 0, 0] + (missed @ np.array(q @ basis)[0, 0, 0, lead])[0, 0]

@@ -27,9 +27,10 @@ class LatentAffine(Codec):
     """``x ~ mean + z basis^T``; a latent channel has min/max groups of ``group`` tokens, means at one bit.
 
     Fitted arrays: ``mean`` float32 ``(B, H, 1, D)``, ``basis`` float32 ``(B, H, D, k)`` of the ``k`` latent channels
-    that have bits, those with more first, and ``bits`` uint8 ``(rank,)`` in the order of the energies. Without a
-    ``rank`` it is the smallest that keeps the share ``energy`` of the squared singular values of every head, which
-    waits for the numbers, once. Codes: those of ``ChannelAffine`` for every width, ``w<bits>_words`` and so on.
+    that have bits, those with more first, and ``bits`` uint8 ``(B, H, rank)`` in the order of the energies, the
+    same in every head. Without a ``rank`` it is the smallest that keeps the share ``energy`` of the squared singular
+    values of every head, which waits for the numbers, once. Codes: those of ``ChannelAffine`` for every width,
+    ``w<bits>_words`` and so on.
     """
 
     def __init__(self, schedule: Sequence[int], group: int, *, rank: int | None, energy: float, fit_rows: int) -> None:
@@ -54,11 +55,12 @@ class LatentAffine(Codec):
         order = np.argsort(-bits.astype(np.int32), kind="stable")[: np.count_nonzero(bits)]
         # Row by row in memory: products of the same numbers in another order of memory round otherwise.
         basis = mx.contiguous(mx.take(axes, mx.array(order), axis=-1))
-        return {"mean": mean, "basis": basis, "bits": mx.array(bits)}
+        every = mx.contiguous(mx.broadcast_to(mx.array(bits), (*x.shape[:2], rank)))
+        return {"mean": mean, "basis": basis, "bits": every}
 
     def bind(self, fitted: Codes) -> LatentAffine:
         """This codec with the basis of ``fit``; reads the bits, once."""
-        bound, bits = copy.copy(self), np.array(fitted["bits"])
+        bound, bits = copy.copy(self), np.array(fitted["bits"][0, 0])
         bound._fitted, bound.fit_rows = fitted, 0
         bound._sections = [(c, n) for width, c in self._widths.items() if (n := int((bits == width).sum()))]
         bound.layout = {

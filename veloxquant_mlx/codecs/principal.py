@@ -65,10 +65,12 @@ class PrincipalLevels(Codec):
     """``x ~ mean + rms * sum_i spread_i level_i axis_i``; axes with more bits come first, those without are left out.
 
     ``allocate`` turns errors into bits, out of ``choices``. Fitted arrays: ``basis`` float32 ``(B, H, D, k)`` and
-    ``spread`` float32 ``(B, H, k)`` of the ``k`` axes that have bits, ``bits`` uint8 ``(D,)`` by falling spread, and
-    with ``centred`` the ``mean`` float32 ``(B, H, 1, D)``. Codes: ``rms`` float16 ``(B, H, n)`` of the row without
-    the mean, and for every width ``b`` in use ``w<b>`` uint8 ``(B, H, n, bytes)``; with a ``sketch`` (keys) of the
-    first axes' error also ``signs`` uint8 ``(B, H, n, bytes)`` and ``sizes`` float16 ``(B, H, n)``.
+    ``spread`` float32 ``(B, H, k)`` of the ``k`` axes that have bits, ``bits`` uint8 ``(B, H, D)`` by falling spread,
+    the same in every head, and with ``centred`` the ``mean`` float32 ``(B, H, 1, D)``.
+
+    Codes: ``rms`` float16 ``(B, H, n)`` of the row without the mean, and for every width ``b`` in use ``w<b>`` uint8
+    ``(B, H, n, bytes)``; with a ``sketch`` (keys) of the first axes' error also ``signs`` uint8 ``(B, H, n, bytes)``
+    and ``sizes`` float16 ``(B, H, n)``.
     """
 
     centred = False
@@ -116,7 +118,8 @@ class PrincipalLevels(Codec):
         order = np.argsort(-bits.astype(np.int32), kind="stable")[: np.count_nonzero(bits)]
         # Row by row in memory: products of the same numbers in another order of memory round otherwise.
         fitted = {n: mx.contiguous(mx.take(learned[n], mx.array(order), axis=-1)) for n in ("basis", "spread")}
-        fitted["bits"] = mx.array(bits.astype(np.uint8))
+        heads = learned["basis"].shape[:2]
+        fitted["bits"] = mx.contiguous(mx.broadcast_to(mx.array(bits.astype(np.uint8)), (*heads, self.dim)))
         return fitted | {name: learned[name] for name in ("mean",) if name in learned}
 
     def fit(self, x: mx.array) -> Codes:
@@ -124,7 +127,7 @@ class PrincipalLevels(Codec):
 
     def bind(self, fitted: Codes) -> PrincipalLevels:
         """This codec with the axes of ``fit`` or ``arrange``; reads the bits, once."""
-        bound, bits = copy.copy(self), np.array(fitted["bits"]).astype(np.int32)
+        bound, bits = copy.copy(self), np.array(fitted["bits"][0, 0]).astype(np.int32)
         bound._fitted, bound.fit_rows = fitted, 0
         bound._sections = [(t, n) for width, t in self._tables.items() if (n := int((bits == width).sum()))]
         bound.layout = self.layout | {f"w{table.bits}": Axis(-2, 1) for table, _ in bound._sections}
