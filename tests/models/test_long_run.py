@@ -33,7 +33,7 @@ def test_bounded_for_long(name: str) -> None:
             held.append(sum(cache.nbytes for cache in caches))
             active.append(mx.get_active_memory())
             assert all(layer.rows <= BUDGET + 1 for layer in cache_report(caches).layers)
-    # Hidden rows of packed methods come and go, up to half the budget (128 bytes each in both heads); nothing else moves.
+    # Hidden rows of packed methods come and go, up to half the budget (128 bytes in both heads); nothing else moves.
     hidden = BUDGET // 2 * 128 * len(caches) if "+" in name else 0
     assert max(held[3:]) <= max(held[:3]) + hidden and max(active[3:]) - max(active[:3]) < 32 * 1024
     for cache in caches:
