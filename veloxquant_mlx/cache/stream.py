@@ -217,16 +217,9 @@ class StreamStore:
         if due > 0 and self.packed.spec.fit_rows and not self.packed.fitted:
             # The rows at the end of a prompt are the same however it came; later on only their number can be.
             self._fit(self.packed.spec.fit_rows if ends else self.spec.first_rows)
-        while due > 0:
-            step, now = self.packed.spec.refit_rows, due
-            if step:
-                now = min(due, step - self.packed.n % step)
-            rows, start = self._take(now)
-            self.packed.append(self._encode(self.packed.codec, rows, start, guide), now)
-            due -= now
-            if step and self.packed.n % step == 0:
-                codec, n = self.packed.codec, self.packed.n
-                self.packed.fit(codec.refit(codec.rows(self.packed.codes, n - step, n, mx.float32)))
+        if due > 0:
+            rows, start = self._take(due)
+            self.packed.append(self._encode(self.packed.codec, rows, start, guide), due)
         self._age(self.packed, self.n - held)
         return self.n_sealed - before
 

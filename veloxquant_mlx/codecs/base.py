@@ -71,14 +71,13 @@ class Codec(ABC):
     without knowing what they mean.
 
     A codec with ``fit_rows`` needs that many rows before it can encode: the store calls ``fit`` once and works with
-    what ``bind`` makes of the result; with ``refit_rows`` it calls ``refit`` whenever so many more rows are sealed.
+    what ``bind`` makes of the result.
 
     ``symbols`` names the arrays that a cache file holds entropy coded (``codecs/entropy.py``).
     """
 
     block: int = 1
     fit_rows: int = 0
-    refit_rows: int = 0
     layout: Mapping[str, Axis]
     symbols: Mapping[str, Symbols] = MappingProxyType({})
 
@@ -90,12 +89,8 @@ class Codec(ABC):
         """Arrays that the first ``fit_rows`` rows ``(B, H, fit_rows, D)`` teach; they belong to the sequence."""
         raise NotImplementedError(f"{type(self).__name__} has nothing to fit")
 
-    def refit(self, x: mx.array) -> Codes:
-        """For a bound codec with ``refit_rows``: what the last so many rows, decoded, teach for the tokens to come."""
-        raise NotImplementedError(f"{type(self).__name__} has nothing to fit")
-
     def bind(self, fitted: Codes) -> Codec:
-        """The codec that works with what ``fit`` (or ``refit``) gave."""
+        """The codec that works with what ``fit`` gave."""
         raise NotImplementedError(f"{type(self).__name__} has nothing to fit")
 
     def demote(self, codes: Codes, into: Codec) -> Codes:

@@ -30,7 +30,10 @@ class TokenSymmetric(Codec):
         self._table = lookup_table(np.arange(1 << bits) - self.top, bits)
         # quantized_matmul works on levels below 2 in size: neither they nor their scales carry float16 to infinity.
         self._unit = 2.0 ** (2 - bits)
-        self._group = next((g for g in reversed(NATIVE_GROUPS) if self.padded_dim % g == 0), None)
+        # Never a single group per row: on the H200, rows of 64 in one group of 64 came out wrong (MLX 0.32.4).
+        self._group = next(
+            (g for g in reversed(NATIVE_GROUPS) if self.padded_dim % g == 0 and g < self.padded_dim), None
+        )
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)
