@@ -46,7 +46,7 @@ def fitted(codec: PrincipalLevels, x: mx.array) -> PrincipalLevels:
 
 
 def relative(codec: Any, x: mx.array) -> float:
-    return (mx.square(codec.decode(codec.encode(x)) - x).sum() / mx.square(x).sum()).item()
+    return float(np.array(mx.square(codec.decode(codec.encode(x)) - x).sum() / mx.square(x).sum()))
 
 
 def of_budget(budget: int, choices: tuple[int, ...] = CHOICES, dim: int = 128, **more: Any) -> TransformLevels:
@@ -210,7 +210,7 @@ def test_scale_equivariance() -> None:
     mean = codec._fitted["mean"]
     one, two = codec.encode(x), codec.encode(mean + 2 * (x - mean))
     assert mx.allclose(two["rms"], 2 * one["rms"], rtol=2e-3)
-    assert all(mx.mean(one[n] == two[n]).item() > 0.999 for n in one if n != "rms")  # borders may round
+    assert all(np.mean(np.array(one[n] == two[n])) > 0.999 for n in one if n != "rms")  # borders may round
 
 
 # ------------------------------------------------------------------------------------------------------------- caches
@@ -364,7 +364,7 @@ def test_the_offline_fit_is_the_fit_of_the_same_rows(artifact: tuple[Calibration
     assert own[0]._store.keys.packed.n == 96
     for got, want in zip(own[0].materialize(), (plain[0].keys, plain[0].values), strict=True):
         error = mx.square(got - want[:, :, :100])[:, :, 4:].mean() / mx.square(want[:, :, 4:100]).mean()
-        assert 0 < error.item() < 2e-4  # Lloyd-Max at 8 bits: 4.2e-5 on rows of the fit
+        assert 0 < float(np.array(error)) < 2e-4  # Lloyd-Max at 8 bits: 4.2e-5 on rows of the fit
 
 
 @pytest.mark.parametrize("damage", ["method", "missing", "shape"])

@@ -183,7 +183,7 @@ def test_fitted_on_the_whole_prompt_however_it_came() -> None:
 
 def test_options_have_effects() -> None:
     data = tensors(200)
-    plain = {"n_calib_tokens": 64}
+    plain: dict[str, Any] = {"n_calib_tokens": 64}
     made: list[CompressedKVCache] = []
     for fields in (
         {},
@@ -192,7 +192,7 @@ def test_options_have_effects() -> None:
         {"spectral_apply_qjl": False},
         {"jl_dim": 9},
     ):
-        made.append(cache(**plain, **fields))
+        made.append(cache(**{**plain, **fields}))
         feed(made[-1], data, [200])
     assert all(not same_state(made[0], other) for other in made[1:])
     note = cache(**plain, spectral_val_d_eff=80).describe()["notes"][-1]
@@ -210,7 +210,7 @@ def test_refusals(fields: dict[str, Any]) -> None:
 
 def test_standalone_gives_the_numbers_of_the_layer_cache() -> None:
     data, config = tensors(90, (1, 1, 64, 64), repeats=1), {"n_calib_tokens": 64, "head_dim": 64}
-    alone = KVCacheFactory.create(KVCacheConfig(**{"method": "spectral", **config}))
+    alone: Any = KVCacheFactory.create(KVCacheConfig(**{"method": "spectral", **config}))
     layer = Row("", "spectral", lambda *_: 0, {"n_calib_tokens": 64}).cache((1, 1, 64, 64))
     layer.shared = True  # the newest row stays as it is until the next
     for i in range(90):
@@ -224,11 +224,12 @@ def test_standalone_gives_the_numbers_of_the_layer_cache() -> None:
 # ----------------------------------------------------------------------------------------------------------- artifacts
 
 MODEL = tiny.build("llama")
+TOKENS: Any = tiny.tokens(300)[0].tolist()
 
 
 @pytest.fixture(scope="module")
 def artifact() -> CalibrationArtifact:
-    made, told = fit_artifact(MODEL, [tiny.tokens(300)[0].tolist()], "spectral")
+    made, told = fit_artifact(MODEL, [TOKENS], "spectral")
     assert "lie along" in told[0]
     return made
 

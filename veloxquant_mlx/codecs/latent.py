@@ -50,7 +50,7 @@ class LatentAffine(Codec):
         if rank is None:
             held = mx.cumsum(energy, axis=-1)
             short = (held < self._energy * energy.sum(-1, keepdims=True) * (1 - 1e-6)).sum(-1)
-            rank = min(int(short.max().item()) + 1, x.shape[-1])
+            rank = min(int(np.array(short.max())) + 1, x.shape[-1])
         bits = scheduled(self._schedule, rank)
         order = np.argsort(-bits.astype(np.int32), kind="stable")[: np.count_nonzero(bits)]
         # Row by row in memory: products of the same numbers in another order of memory round otherwise.
@@ -97,7 +97,7 @@ class LatentAffine(Codec):
         wide = q.astype(mx.float32)
         out = wide @ self._fitted["mean"].swapaxes(-1, -2)
         for codec, part in self._split(wide @ self._fitted["basis"]):
-            out = out + codec.scores(part, self._of(codes, codec))
+            out = out + codec.scores(mx.contiguous(part), self._of(codes, codec))  # CUDA takes no views with gaps
         return out.astype(q.dtype)
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:

@@ -130,11 +130,12 @@ class PrincipalLevels(Codec):
         bound, bits = copy.copy(self), np.array(fitted["bits"][0, 0]).astype(np.int32)
         bound._fitted, bound.fit_rows = fitted, 0
         bound._sections = [(t, n) for width, t in self._tables.items() if (n := int((bits == width).sum()))]
-        bound.layout = self.layout | {f"w{table.bits}": Axis(-2, 1) for table, _ in bound._sections}
+        layout = {**self.layout, **{f"w{table.bits}": Axis(-2, 1) for table, _ in bound._sections}}
         if self._sketch is not None:
             order = np.argsort(-bits, kind="stable")
             bound._sketched = np.flatnonzero(order < self._sketch.dim).tolist()
-            bound.layout |= {"signs": Axis(-2, 1), "sizes": Axis(-1, 1)}
+            layout |= {"signs": Axis(-2, 1), "sizes": Axis(-1, 1)}
+        bound.layout = layout
         return bound
 
     # --------------------------------------------------------------------------------------------------------- codes
