@@ -89,6 +89,17 @@ def test_filters_are_written_and_used(model):
     assert "filters from the calibration artifact" in caches[1].describe()["notes"]
 
 
+@pytest.mark.parametrize(("method", "name"), [("kvtc", "k_basis"), ("spectral", "model.v_basis")])
+def test_axes_are_written_and_used(model, method, name):
+    result = run("--text", model.text, "--method", method, "--out", model.out, "--tokens", 300)
+    assert result.exit_code == 0, result.output
+    artifact = CalibrationArtifact.load(model.out)
+    assert artifact.layer(3)[name].shape == (2, 32, 32)
+    assert result.stderr.count("note: layer") == 2
+    caches = KVCacheBuilder.for_model(model.model, KVCacheConfig(method=method, store=artifact), serve_standalone=True)
+    assert "axes from the calibration artifact" in caches[1].describe()["notes"]
+
+
 def test_generate_and_serve_take_the_file_as_store(model):
     CalibrationArtifact("qfilters", {}).save(model.out)
     words = ("generate", "--model", "./no/such/folder", "--prompt", "p", "--option")
