@@ -6,6 +6,7 @@ proves a refusal. ``covers("kinds", kind="llama")`` is a cell of the second tabl
 and pass.
 
     python tools/coverage_tables.py            runs the tests that fill cells and writes the tables if all pass
+    python tools/coverage_tables.py --passed   only collects them, after a run of all tests has passed, and writes
     python tools/coverage_tables.py --check    only collects them; fails where the tables in docs/ say something else
 """
 
@@ -84,6 +85,25 @@ def table(corner: str, cells: Cells, rows: list[str], columns: list[str]) -> str
     return "\n".join(lines) + "\n"
 
 
+def kinds_table(cells: Cells, kinds: list[str], methods: list[str]) -> str:
+    """One line per kind: whether batches work, and the methods for which the answer is not "yes"."""
+    lines = ["| kind of model | batch | methods |", "| --- | --- | --- |"]
+    for kind in kinds:
+        answers: dict[str, list[str]] = {}
+        for name in ("batch", *methods):
+            said = cells.get((kind, name), {MISSING})
+            if len(said) > 1:
+                raise pytest.UsageError(f"tests disagree on {name!r} of {kind!r}: {sorted(said)}")
+            answers.setdefault(next(iter(said)), []).append(name)
+        batch = next(said for said, names in answers.items() if "batch" in names)
+        groups = {said: [name for name in names if name != "batch"] for said, names in answers.items()}
+        parts = [f"{', '.join(names)}: {said}" for said, names in groups.items() if names and said != "yes"]
+        whole = [said for said, names in groups.items() if names == methods]
+        cell = f"all: {whole[0]}" if whole else f"all yes but {'; '.join(parts)}"
+        lines.append(f"| {kind} | {batch} | {cell} |")
+    return "\n".join(lines) + "\n"
+
+
 def render(seen: Recorder) -> str:
     methods = sorted({name for name, _ in seen.methods})
     kinds = list(dict.fromkeys(kind for kind, _ in seen.kinds))
@@ -95,7 +115,7 @@ def render(seen: Recorder) -> str:
             "## Kinds of models\n",
             "Tiny random models of mlx_lm's own classes. Layers with a sliding window, chunked attention or recurrent",
             "state keep the model's own cache beside the compressed ones; the receipt says so, layer by layer.\n",
-            table("kind of model", seen.kinds, kinds, ["batch", *methods]),
+            kinds_table(seen.kinds, kinds, methods),
             "Vision-language models of mlx-vlm (pictures, left-padded batches) are tested where the extra `vlm` is",
             "installed: tests/models/test_vlm.py.\n",
         ]
@@ -104,8 +124,9 @@ def render(seen: Recorder) -> str:
 
 def main(arguments: list[str]) -> int:
     check, seen = "--check" in arguments, Recorder()
+    collect = check or "--passed" in arguments
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")]
-    code = pytest.main([*options, "--collect-only", "-qq"] if check else options, plugins=[seen])
+    code = pytest.main([*options, "--collect-only", "-qq"] if collect else options, plugins=[seen])
     if code or seen.failed:
         print("not all tests that fill cells pass, so there are no tables:", *seen.failed, sep="\n  ", file=sys.stderr)
         return 1

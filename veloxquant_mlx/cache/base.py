@@ -100,7 +100,7 @@ def _check_type(config: Any) -> None:
 
 def parts_of(config: ModelConfig) -> list[KVCacheConfig]:
     """The one or two configurations in ``config``; ``QuantizerConfigError`` for anything else."""
-    parts = list(config) if isinstance(config, (list, tuple)) else [config]
+    parts: list[Any] = list(config) if isinstance(config, (list, tuple)) else [config]
     if len(parts) not in (1, 2):
         raise QuantizerConfigError(
             f"config is a {type(config).__name__} of {len(parts)}: it must hold one configuration, or two of which the "

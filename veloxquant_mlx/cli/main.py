@@ -270,6 +270,11 @@ def calibrate(
     refuse_task(allocate_bits, out_file)
     if allocate_bits is not None:
         config = _config(method_name, None, option or [])
+        if not isinstance(config, KVCacheConfig):
+            raise QuantizerConfigError(
+                f"--method {method_name!r} cannot be used with --allocate-bits: it must be one method. "
+                "Allocate for the one that packs."
+            )
         widths = parse_choices(choices, method_name, allocate_bits)
         allocate(model, config, allocate_bits, widths, text, tokens, check, as_json, out, err)
     elif out_file is not None:
