@@ -69,6 +69,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "turboquant_mse 3/4-bit": {"method": "turboquant_mse", "bit_width_inlier": 3, "bit_width_outlier": 4},
     **_widths("turboquant_prod", "turboquant_prod", WIDE, bit_width_inlier=None),
     **_widths("turboquant_rvq", "turboquant_rvq", (4, 3, 2, 1), bit_width_inlier=None),
+    **_widths("spectral", "spectral", WIDE, bit_width_inlier=None),
+    "svdq": {"method": "svdq"},
+    **{f"kvtc {bits} bits a row": {"method": "kvtc", "kvtc_bit_budget": bits} for bits in (512, 256, 192, 128)},
     "snapkv 256": {"method": "snapkv", "snap_budget": 256},
     "streaming_llm 256": {"method": "streaming_llm", "stream_window_size": 252},
 }
