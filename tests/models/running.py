@@ -35,7 +35,7 @@ FINE: dict[str, dict[str, Any]] = {
     "kvtc": {"kvtc_bit_choices": (8,), "kvtc_bit_budget": 2064},
     "polar": {"bit_width_inlier": 6},
     "nsnquant": {"nsn_codebook_size": 64, "nsn_subvector_dim": 1},
-    "qjl": {"bit_width_inlier": 8, "jl_dim": 1 << 15, "n_outlier_channels": 0},  # noise falls with the root only
+    "qjl": {"bit_width_inlier": 8, "jl_dim": 1 << 13, "n_outlier_channels": 0},  # noise falls with the root only
     "turboquant_mse": {"bit_width_inlier": 8},
     "turboquant_prod": {"bit_width_inlier": 8, "bit_width_outlier": 8},
     "turboquant_rvq": {"bit_width_inlier": 4},
