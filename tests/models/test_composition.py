@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "skvq": {"skvq_window": 16},
     "nsnquant": {"nsn_residual_length": 32},
     "qjl": {"residual_length": 32},
+    "vecinfer": {"key_codebook_bits": 8, "key_sub_dim": 8, "residual_length": 32},
     "kvquant": {"n_calib_tokens": 64},
     "kvtc": {"residual_length": 32},
     "streaming_llm": {"stream_window_size": BUDGET - 4},

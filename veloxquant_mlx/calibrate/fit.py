@@ -15,6 +15,7 @@ from ..methods._method import refuse
 from .axes import kvtc_axes, spectral_axes
 from .collect import Progress, Sample, collect, hooked_slots
 from .qfilters import ANISOTROPIC, query_filters
+from .vecinfer import vecinfer_codebooks
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ CALIBRATORS: Mapping[str, Calibrator] = {
     "kvtc": Calibrator(("keys", "values"), kvtc_axes),
     "qfilters": Calibrator(("queries",), _qfilters),
     "spectral": Calibrator(("keys", "values"), spectral_axes),
+    "vecinfer": Calibrator(("keys", "values"), vecinfer_codebooks),
 }
 
 
