@@ -278,6 +278,18 @@ def aged(recent: int, middle: int, sinks: int) -> Callable[[int, Shape, int], in
     return held
 
 
+def vecinfer(bits: tuple[int, int], sub: tuple[int, int], residual: int, fit: int) -> Callable[[int, Shape, int], int]:
+    """Rows of indices, 32 at a time; once fitted, float32 factors: per key channel and per head of values."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, *dims = shape
+        n = max(0, tokens - residual) // 32 * 32 if tokens >= fit else 0
+        row = sum(d // s * width // 8 for d, s, width in zip(dims, sub, bits, strict=True))
+        return b * h * (up(n, GROW) * row + (4 * dims[0] + 4) * (n > 0) + (tokens - n) * sum(dims) * itemsize)
+
+    return held
+
+
 def fitted(budget: int) -> Callable[[int, Shape, int], int]:
     """As ``observed``, with the float32 filters that were fitted on all queries held until then."""
 
@@ -403,6 +415,13 @@ ROWS = (
         identity=67,
     ),
     Row("amc", "amc", amc(0.2, 0.3, 32, 64), {}, identity=63, channel_bits=1, value_bits=1, prompt_block=True),
+    Row(
+        "vecinfer",
+        "vecinfer",
+        vecinfer((8, 8), (8, 8), 32, 64),
+        {"key_codebook_bits": 8, "key_sub_dim": 8, "residual_length": 32, "n_calib_tokens": 64},
+        identity=63,
+    ),
     Row(
         "snapkv-64",
         "snapkv",

@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kivi_sink": {"bit_width_inlier": 4, "residual_length": 32},
     "kitty": {"residual_length": 64},
     "amc": {},
+    "vecinfer": {"key_codebook_bits": 8, "key_sub_dim": 8, "residual_length": 32, "n_calib_tokens": 64},
     "age_tiered": {"age_recent_boundary": 64, "age_mid_boundary": 96},
     "gear": {"gear_bits": 8, "gear_sparse_fraction": 0.0625},  # whole numbers of outliers in half the heads too
     "adakv": {"residual_length": 64, "adakv_target_avg_bits": 4},  # heads compete within one machine only

@@ -51,6 +51,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("kvquant, 3 bits", {"method": "kvquant"}),
     ("skvq, 2 bits", {"method": "skvq"}),
     ("age_tiered, 8 to 2 bits", {"method": "age_tiered"}),
+    ("vecinfer, 3 and 1 bits", {"method": "vecinfer"}),
     ("amc, 16, 8 and 4 bits", {"method": "amc"}),
     ("spectral, 4 bits", {"method": "spectral", "bit_width_inlier": 4}),
     ("svdq, keys alone", {"method": "svdq"}),
