@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 BLOCK = 16  # numbers per radius
 TURN = 2 * np.pi
 SWEEPS = 60  # of Lloyd's algorithm where angles are fitted
-# Query rows up to which tables are used: a tenth faster than decoded tiles for one row, slower for four (8 heads of
+# Query rows up to which tables are used: a fifth faster than decoded tiles for one row, no faster for two (8 heads of
 # 128, 4096 rows, MLX 0.32.4 on the CPU).
-TABLE_ROWS = 2
+TABLE_ROWS = 1
 
 
 @cache
