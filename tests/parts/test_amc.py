@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from tests.matrix import Tensors, feed, tensors
-from veloxquant_mlx import KVCacheConfig, QuantizerConfigError
+from tests.models import tiny
+from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, QuantizerConfigError
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.registry import method
+from veloxquant_mlx.calibrate import collect, fit_artifact
 from veloxquant_mlx.codecs.packing import unpack
 from veloxquant_mlx.codecs.ranks import HIGH, LOW, MID, Coordinates, RankTiers, magnitudes, ranked, tier_counts
 from veloxquant_mlx.core.types import LayerInfo
@@ -202,6 +204,21 @@ def test_a_short_prompt_waits_and_a_fit_is_where_it_is_said() -> None:
         assert c.store.keys.packed is not None
         bases.append(c.store.keys.packed.fitted["basis"])
     assert mx.array_equal(bases[0], bases[1]) and not mx.array_equal(bases[0], bases[2])
+
+
+def test_axes_of_an_artifact() -> None:
+    """Nothing is fitted, so a prompt of any length is ranked; the axes are those of the text it was made on."""
+    model = tiny.build("llama")
+    text: Any = tiny.tokens(100)[0].tolist()
+    store, told = fit_artifact(model, [text], "amc")
+    assert told == [] and store.layer(0)["k_basis"].shape == (2, 16, 5)
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(method="amc", store=store))
+    mx.eval(model(mx.array([text[:40]]), cache=caches), model(mx.array([text[40:41]]), cache=caches))
+    assert caches[0].store.keys.n_sealed == 41 - 32 and not caches[0].store.keys.packed.fitted
+    assert caches[0].describe()["notes"] == ["axes from the calibration artifact"]
+    sample = collect(model, [text], ("keys",), limit=100)[0]
+    codec = RankTiers((0.0, 0.0), 32, dim=16, fit_rows=1)
+    assert mx.allclose(codec.fit(sample.parts["keys"][None])["basis"][0], store.layer(0)["k_basis"], atol=1e-5)
 
 
 @pytest.mark.parametrize(

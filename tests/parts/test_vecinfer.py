@@ -14,7 +14,7 @@ from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, QuantizerConfigError
 from veloxquant_mlx.artifacts import CalibrationArtifact
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.registry import method
-from veloxquant_mlx.calibrate import collect
+from veloxquant_mlx.calibrate import collect, fit_artifact
 from veloxquant_mlx.calibrate.vecinfer import vecinfer_codebooks
 from veloxquant_mlx.codecs import vectors
 from veloxquant_mlx.codecs.base import Codec
@@ -232,6 +232,17 @@ def test_artifact_of_a_model() -> None:
     assert made.describe()["notes"] == ["arrays that the configuration does not have are from the calibration artifact"]
     with pytest.raises(QuantizerConfigError, match="key_codebook"):
         KVCacheBuilder.for_model(model, KVCacheConfig(method="vecinfer", store=store))
+
+
+def test_artifact_of_the_default_sizes() -> None:
+    """What ``veloxquant calibrate`` makes fits the default configuration, and says that this text is short for it."""
+    model = tiny.build("llama")
+    text: Any = tiny.tokens(60)[0].tolist()
+    store, told = fit_artifact(model, [text], "vecinfer")
+    assert len(told) == 2 * len(model.layers) and "sub-vectors of keys for 4096 entries" in told[0]
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(method="vecinfer", store=store, residual_length=0))
+    mx.eval(model(tiny.tokens(40), cache=caches))
+    assert caches[0].store.keys.n_sealed == 32
 
 
 @pytest.mark.parametrize(

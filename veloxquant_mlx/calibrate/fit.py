@@ -15,6 +15,7 @@ from ..methods._method import refuse
 from .axes import kvtc_axes, spectral_axes
 from .collect import Progress, Sample, collect, hooked_slots
 from .qfilters import ANISOTROPIC, query_filters
+from .tiers import amc_axes
 from .vecinfer import vecinfer_codebooks
 
 
@@ -36,6 +37,7 @@ def _qfilters(sample: Sample, _: LayerInfo) -> tuple[dict[str, np.ndarray], list
 
 
 CALIBRATORS: Mapping[str, Calibrator] = {
+    "amc": Calibrator(("keys", "values"), amc_axes),
     "kvtc": Calibrator(("keys", "values"), kvtc_axes),
     "qfilters": Calibrator(("queries",), _qfilters),
     "spectral": Calibrator(("keys", "values"), spectral_axes),

@@ -27,6 +27,11 @@ def tier_counts(n: int, high: float, mid: float) -> tuple[int, int]:
     return top, min(n - top, floor(n * mid + 0.5 + 1e-9))
 
 
+def mid_rank(dim: int) -> int:
+    """Coordinates that the middle tier keeps."""
+    return max(1, round(MID_SHARE * dim))
+
+
 def ranked(saliency: mx.array, counts: Sequence[int]) -> mx.array:
     """Tiers ``(..., n)`` uint8 of the most salient ``counts[0]`` tokens, the next ``counts[1]`` and the rest.
 
@@ -82,7 +87,7 @@ class RankTiers(GuidedCodec):
     def __init__(self, shares: tuple[float, float], group: int, *, dim: int, segment: int = 0, fit_rows: int) -> None:
         self.shares, self.segment, self.block, self.fit_rows = shares, segment, segment or 1, fit_rows
         self.dim = dim
-        self.mid = Coordinates(max(1, round(MID_SHARE * dim)), MID_BITS, group)
+        self.mid = Coordinates(mid_rank(dim), MID_BITS, group)
         self.low = Coordinates(max(1, round(LOW_SHARE * dim)), LOW_BITS, group)
         self._fitted: Codes = {}
         layout = {"tiers": Axis(-1, padded(segment, 16) // 16)}

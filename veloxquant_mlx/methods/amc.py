@@ -4,8 +4,9 @@ Paper of the tiers: Hu et al., "Adaptive Model Compression (AMC): Saliency-Drive
 Ultra-Low-Power Transformer Inference", arXiv:2607.10109 (preprint). It is about activations: the use for a KV cache is
 our design, and the paper's numbers say nothing about it.
 
-[design] Axes are principal ones of each head (not centred, after RoPE), fitted on the prompt when it ends: on all of
-it or its first ``n_calib_tokens`` tokens; a shorter prompt waits for more. Saliency is not clamped, and shares are
+[design] Axes are principal ones of each head (not centred, after RoPE), from ``veloxquant calibrate --method amc`` as
+``store``, or fitted on the prompt when it ends: on all of it or its first ``n_calib_tokens`` tokens; a shorter prompt
+waits for more. Saliency is not clamped, and shares are
 those of the ranked prompt. Its thresholds are kept for all later tokens, which are packed by 32 with as much room per
 tier as the shares say: more salient tokens than that are one tier lower, and room that is not needed stays empty. Rows
 of the top tier are float16. The tier of a token is held with its key and again with its value. Salient by size is not
@@ -20,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..codecs.ranks import RankTiers
+from ..artifacts.calibration import calibrated
+from ..codecs.ranks import RankTiers, mid_rank
 from ..core.types import Recipe, Stream
 from ..policies.magnitude import Adaptive, MagnitudeTiers
 from ._method import FLAG, MethodInfo, floats, ints, option, optional, refuse
@@ -73,11 +75,18 @@ def check(config: FlatConfig) -> None:
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
     """The prompt is one block, ranked; keys and values of a token share its tier."""
     shares, calib = (config.amc_k_high, config.amc_k_mid), config.n_calib_tokens
+    dims = {"k": layer.head_dim, "v": layer.value_dim}
+    stored = calibrated(
+        config, layer, **{f"{part}_basis": (layer.kv_heads, dim, mid_rank(dim)) for part, dim in dims.items()}
+    )
 
-    def stream(dim: int) -> Stream:
+    def stream(part: str) -> Stream:
         later, prompt = (
-            RankTiers(shares, config.amc_group_size, dim=dim, segment=n, fit_rows=calib or ALL) for n in (SEGMENT, 0)
+            RankTiers(shares, config.amc_group_size, dim=dims[part], segment=n, fit_rows=calib or ALL)
+            for n in (SEGMENT, 0)
         )
+        if stored is not None:
+            later, prompt = (codec.bind({"basis": stored[f"{part}_basis"][None]}) for codec in (later, prompt))
         return Stream(later, prompt=prompt, window=SEGMENT, chunk=SEGMENT, fit_rows=calib or FEWEST)
 
     adaptive = None
@@ -86,10 +95,14 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
         adaptive = Adaptive(config.amc_gamma, config.amc_calib_variance, config.amc_threshold_window)
     alpha = config.amc_query_alpha if config.amc_use_query_saliency else 1.0
     when = f"the first {calib} tokens" if calib else f"the prompt when it ends, once there are {FEWEST} tokens"
+    origin = (
+        f"no calibrated axes in store: fitted on {when}" if stored is None else "axes from the calibration artifact"
+    )
     return Recipe(
-        keys=stream(layer.head_dim),
-        values=stream(layer.value_dim),
+        keys=stream("k"),
+        values=stream("v"),
         deferred=True,
         guide=MagnitudeTiers(shares, SEGMENT, alpha, adaptive),
-        notes=(f"axes fitted on {when}",),
+        notes=(origin,),
+        from_store=stored is not None,
     )
