@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from tests.formulas_adakv import adakv
 from tests.formulas_amc import amc
+from tests.formulas_anchorkv import anchorkv
 from tests.formulas_axes import kvtc, spectral, svdq
 from tests.formulas_gear import gear
 from tests.formulas_kvzip import latest
@@ -421,6 +422,14 @@ ROWS = (
         vecinfer((8, 8), (8, 8), 32, 64),
         {"key_codebook_bits": 8, "key_sub_dim": 8, "residual_length": 32, "n_calib_tokens": 64},
         identity=63,
+    ),
+    Row(
+        "anchorkv",
+        "anchorkv",
+        anchorkv(0.3, 16, 0.1),
+        {"anchorkv_theta": 0.3, "anchorkv_window": 16, "anchorkv_anchor_frac": 0.1},
+        prompt_block=True,
+        queries=True,
     ),
     Row(
         "snapkv-64",

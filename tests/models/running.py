@@ -22,6 +22,7 @@ DROPPING = [row for row in FIRST.values() if row.drops]
 
 # Settings of so many bits that rows which are encoded later, or once more, shift no token.
 FINE: dict[str, dict[str, Any]] = {
+    "anchorkv": {"anchorkv_theta": 1.0, "anchorkv_residual_bits": 4, "anchorkv_window": 128},
     "kivi": {"bit_width_inlier": 8},
     "kivi_sink": {"bit_width_inlier": 8},
     "adakv": {"adakv_lo_bit": 8, "adakv_mid_bit": 8, "adakv_hi_bit": 8, "adakv_target_avg_bits": 8.0},

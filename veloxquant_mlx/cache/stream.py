@@ -179,7 +179,7 @@ class StreamStore:
     def __init__(self, spec: Stream, where: PerRow, marks: Callable[[], mx.array | None] = lambda: None):
         self.spec, self._where = spec, where
         # A tail that only grows gets room to grow; a bounded one is held to the row.
-        self.sinks, self.tail = Rows(), Rows(GROW if spec.codec is None and not spec.bounded else 1)
+        self.sinks, self.tail = Rows(), Rows(GROW if spec.grows else 1)
         self.prompt = Block(spec.prompt) if spec.prompt is not None else None
         self.packed = Packed(spec.codec) if spec.codec is not None else None
         self.older = [Packed(codec) for _, codec in spec.older]

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ..policies.guide import Guide
 
 
+# A chunk that never fills: what comes after the block of the prompt stays as it is.
+NEVER = 1 << 30
+
+
 def is_int(value: Any) -> TypeGuard[int]:
     """True for a plain int (what a saved cache can hold); a bool is not an integer here."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -79,6 +83,11 @@ class Stream:
         """Rows that the codec is fitted on; nothing is sealed before there are so many after the sinks."""
         own = self.codec.fit_rows if self.codec is not None else 0
         return own if self.fit_rows is None else min(self.fit_rows, own)
+
+    @property
+    def grows(self) -> bool:
+        """Whether float rows only ever become more."""
+        return not self.bounded and (self.codec is None or self.chunk >= NEVER)
 
     def n_sealed(self, rows: int, fitted: bool = False) -> int:
         """Rows that ``codec`` holds after ``rows`` rows, those of a prompt block left out of account.

@@ -13,6 +13,9 @@ from ..attention import masks, reference
 if TYPE_CHECKING:
     from ..cache.store import Store
 
+# How names in ``store.aux`` begin that a score must leave alone: a guide needs them after rows were dropped.
+OF_GUIDE = "guide."
+
 
 class Step(NamedTuple):
     """One attention: queries ``(B, Hq, L, D)`` exactly as it got them, its scale and learned sink logits ``(Hq,)``.
@@ -47,8 +50,9 @@ class Score(ABC):
         """Scores ``(B, H | 1, n)``, higher for rows to keep; infinity marks rows that the score itself protects."""
 
     def forget(self, store: Store) -> None:
-        """Drop what was remembered: the rows that it belongs to have been chosen."""
-        store.aux.clear()
+        """Drop what was remembered: the rows that it belongs to have been chosen. What a guide remembers stays."""
+        for name in [name for name in store.aux if not name.startswith(OF_GUIDE)]:
+            del store.aux[name]
         store.row_aux.clear()
 
 
