@@ -22,6 +22,10 @@ DROPPING = [row for row in FIRST.values() if row.drops]
 
 # Settings of so many bits that rows which are encoded later, or once more, shift no token.
 FINE: dict[str, dict[str, Any]] = {
+    "a2ats": {"a2ats_retrieval_fraction": 1.0},
+    "age_tiered": {"age_bits_mid": 8, "age_bits_old": 8},
+    "amc": {"amc_k_high": 1.0, "amc_k_mid": 0.0},
+    "vecinfer": {"key_codebook_bits": 8, "key_sub_dim": 1, "value_codebook_bits": 8, "value_sub_dim": 1},
     "anchorkv": {"anchorkv_theta": 1.0, "anchorkv_residual_bits": 4, "anchorkv_window": 128},
     "kivi": {"bit_width_inlier": 8},
     "kivi_sink": {"bit_width_inlier": 8},

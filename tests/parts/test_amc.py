@@ -140,6 +140,13 @@ def test_later_tokens_meet_the_thresholds_of_the_prompt() -> None:
     assert np.array_equal(tiers_of(c)[0], prompt)  # a tier never changes
 
 
+@pytest.mark.parametrize(("shares", "tier"), [((1.0, 0.0), HIGH), ((0.0, 1.0), MID), ((0.0, 0.0), LOW)])
+def test_a_tier_of_all_tokens_takes_later_ones_too(shares: tuple[float, float], tier: int) -> None:
+    c, data = cache(amc_k_high=shares[0], amc_k_mid=shares[1]), tensors(300)
+    feed(c, Tensors(data.q, data.k * mx.where(mx.arange(300) < 200, 1.0, 0.5)[:, None], data.v), [200, *[1] * 100])
+    assert all((part == tier).all() and part.size for part in tiers_of(c))
+
+
 def test_thresholds_follow_the_variance() -> None:
     """The same variance changes nothing; twice as much lowers them by gamma ln 2 = 6.9 %; none at all is finite."""
     x = gaussian(1, 1, 5000)

@@ -12,6 +12,7 @@ import numpy as np
 from ..transforms.base import Transform
 from .base import Axis, Codec, Codes, after, cast, compute_dtype
 from .basis import sampled
+from .levels import lloyd_max
 from .product import entries_of, look_up, nearest, pack_index, tables, unpack_index
 from .universal import SEED, universal_codebook
 
@@ -28,6 +29,8 @@ def normal_codebook(bits: int, dim: int) -> mx.array:
     if (bits, dim) == (12, 4):
         with files("veloxquant_mlx.codecs").joinpath(SHIPPED).open("rb") as file:
             book = np.load(file)
+    elif dim == 1 and bits <= 8:
+        book = lloyd_max(bits)[:, None].astype(np.float16)
     else:
         book = universal_codebook(1 << bits, dim, False, SEED)
     out = mx.array(np.array(book))[None, None]

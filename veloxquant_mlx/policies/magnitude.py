@@ -90,9 +90,8 @@ class MagnitudeTiers(Guide):
         falling = -mx.sort(-self._saliency(store, start, stop), axis=-1)
         high, mid = tier_counts(stop - start, *self.shares)
         never = mx.full(falling.shape[:2], np.inf)
-        tau = [falling[..., n - 1] if n else never for n in (high, high + mid)]
-        if high + mid == stop - start:
-            tau[1] = -never  # nothing was low
+        # A tier that took all that was left has no end.
+        tau = [-never if n == stop - start else falling[..., n - 1] if n else never for n in (high, high + mid)]
         aux["tau"] = mx.stack(tau, axis=-1)
 
     def _saliency(self, store: Store, start: int, stop: int) -> mx.array:
