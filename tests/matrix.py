@@ -39,7 +39,7 @@ class Row:
     ``identity`` is the number of tokens up to which nothing is changed. ``channel_bits``: the fewest bits of keys that
     are coded in groups of tokens, so that a group which is cut by a trim is coded anew later. ``prompt_block``: the
     first prompt is coded as one block, so that it matters where it ends. ``value_bits``: like ``channel_bits`` for
-    values, where they are packed in blocks.
+    values, where they are packed in blocks. ``indexes``: nothing is encoded, an index is added.
     """
 
     id: str
@@ -53,6 +53,7 @@ class Row:
     drops: bool = False
     queries: bool = False
     per_step: bool = False
+    indexes: bool = False
 
     def cache(self, shape: Shape = (1, 2, 64, 64), rope: Rotation | None = None, **fields: Any) -> CompressedKVCache:
         config = KVCacheConfig(**{"method": self.method, **self.fields, **fields})
@@ -316,6 +317,22 @@ def rocketkv(root: float, least: int, window: int, page: int) -> Callable[[int, 
     return held
 
 
+def a2ats(bits: int) -> Callable[[int, Shape, int], int]:
+    """Float rows with room to grow, a code per 8 numbers of a key, float16 codebooks and a float32 matrix per head.
+
+    Up to 63 tokens, all queries instead of the last two, and a byte for each.
+    """
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        rows = b * h * up(tokens, GROW) * (dk + dv) * itemsize
+        if tokens < 64:
+            return rows + b * h * REPEATS * tokens * dk * itemsize + tokens
+        return rows + b * h * (tokens * up(dk // 8 * bits, 8) // 8 + 2 * dk * 2**bits + 4 * dk * dk)
+
+    return held
+
+
 ROWS = (
     Row("kivi-2", "kivi", kivi(2, 32, 128), {"bit_width_inlier": 2}, identity=127, channel_bits=2),
     Row(
@@ -430,6 +447,16 @@ ROWS = (
         {"anchorkv_theta": 0.3, "anchorkv_window": 16, "anchorkv_anchor_frac": 0.1},
         prompt_block=True,
         queries=True,
+    ),
+    Row(
+        "a2ats",
+        "a2ats",
+        a2ats(4),
+        {"a2ats_codebook_bits": 4, "a2ats_window": 32},
+        identity=63,
+        prompt_block=True,
+        queries=True,
+        indexes=True,
     ),
     Row(
         "snapkv-64",

@@ -47,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "svdq": {"svdq_rank": 16, "svdq_bit_schedule": (8, 4), "n_calib_tokens": 32},
     "kvtc": {"kvtc_bit_choices": (8,), "residual_length": 32, "n_calib_tokens": 64},
     "anchorkv": {"anchorkv_theta": 1.0},  # heads share the budget within one machine only: residuals for all
+    "a2ats": {"a2ats_codebook_bits": 4, "a2ats_window": 32},
     "snapkv": {"snap_budget": 64, "snap_obs_window": 16},
     "streaming_llm": {"stream_window_size": 60},
     "knorm": {"knorm_budget": 64},

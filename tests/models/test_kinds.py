@@ -134,6 +134,7 @@ def test_kind(kind: Kind, row: Row) -> None:
         elif row.drops:
             assert layer.rows < layer.tokens
         else:
-            assert layer.packed
+            assert layer.packed or row.indexes
         if isinstance(ours, CompressedKVCache):
-            assert (BY_HAND in " ".join(layer.attention)) == kind.by_hand and layer.nbytes < 0.8 * theirs.nbytes
+            assert (BY_HAND in " ".join(layer.attention)) == kind.by_hand
+            assert layer.nbytes < 0.8 * theirs.nbytes or row.indexes

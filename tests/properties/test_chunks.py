@@ -58,7 +58,7 @@ def test_decode_continues(row: Row) -> None:
 
 
 # Rotations, probes.
-SEEDED = ("turboquant_mse", "turboquant_prod", "turboquant_rvq", "polar", "qjl", "spectral", "zipcache")
+SEEDED = ("turboquant_mse", "turboquant_prod", "turboquant_rvq", "polar", "qjl", "spectral", "zipcache", "a2ats")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

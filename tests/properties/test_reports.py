@@ -124,7 +124,7 @@ def an_observer_that_raises(row: Row) -> None:
                 c.attend(now.q, scale=0.125, mask="causal" if n > 1 else None)
             except LookupError:
                 raised += 1
-    assert raised and same_state(cache, twin)
+    assert (raised or row.indexes) and same_state(cache, twin)  # an index has no events
 
 
 def a_copy_in_the_middle_of_a_step(row: Row) -> None:
@@ -175,6 +175,8 @@ def test_e4_f1_odd_heads(row: Row, repeats: int, dim: int) -> None:
     """Head sizes and groups of query heads that divide by nothing, two sequences: as the fp32 reference."""
     if row.method in ("polar", "vecinfer") and dim % 2:
         pytest.skip("polar coordinates need pairs, and indices whole sub-vectors; both say so")
+    if row.indexes:
+        pytest.skip("a query reads some rows only; tests/parts/test_a2ats.py")
     shape = (2, 1, dim, dim)
     cache, data = row.cache(shape), tensors(140, shape, repeats)
     feed(cache, data, [33, 95, 1, 11])

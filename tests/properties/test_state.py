@@ -138,6 +138,9 @@ def test_observers_see_what_happens(row: Row) -> None:
     cache = row.cache(observers=[log])
     feed(cache, tensors(150), [149, 1])
     seen = log.counts()
+    if row.indexes:
+        assert not seen
+        return
     assert seen.keys() == ({"evict"} if row.drops else {"encode"})
     saved = -sum(e.memory_delta_bytes for e in log.events)
     assert saved > 0 and all(e.elapsed_ms > 0 for e in log.events)

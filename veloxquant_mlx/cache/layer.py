@@ -180,7 +180,7 @@ class CompressedKVCache(_Base):
 
     def is_trimmable(self) -> bool:
         """Whether ``trim`` works: constant from construction on, since speculative decoding asks only once."""
-        return self._recipe.eviction is None
+        return not self._drops
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` tokens (at most all); returns how many. A method that drops rows cannot."""
@@ -399,6 +399,10 @@ class CompressedKVCache(_Base):
         }
 
     @property
+    def _drops(self) -> bool:
+        return self._recipe.eviction is not None and self._recipe.eviction.drops
+
+    @property
     def _elements(self) -> int:
         """Numbers that an uncompressed cache would hold for the same tokens."""
         if self.empty():
@@ -413,7 +417,7 @@ class CompressedKVCache(_Base):
         k, v = self._store.keys, self._store.values
         check_rows(keys, values, (k.batch, k.heads, k.dim, v.dim) if self._store.n else None)
         limits = [self._recipe.most] if self._recipe.most is not None else []
-        if self._config.capacity is not None and self._recipe.eviction is None:
+        if self._config.capacity is not None and not self._drops:
             limits.append(("capacity", self._config.capacity))
         for field, most in limits:
             if self.offset + keys.shape[2] > most:

@@ -8,11 +8,9 @@ import mlx.core as mx
 
 from ..core.types import Recipe
 from ..observers.reporter import Reporter
+from ..policies.eviction import UNLIMITED
 from ..policies.scores import Step
 from .store import Store
-
-# The budget of a cache that drops nothing any more.
-UNLIMITED = 2**31 - 1
 
 
 class Phase(Enum):

@@ -12,6 +12,7 @@ import numpy as np
 from ..artifacts.calibration import CalibrationArtifact, ModelPrint
 from ..core.types import LayerInfo
 from ..methods._method import refuse
+from .a2ats import a2ats_index
 from .axes import kvtc_axes, spectral_axes
 from .collect import Progress, Sample, collect, hooked_slots
 from .qfilters import ANISOTROPIC, query_filters
@@ -37,6 +38,7 @@ def _qfilters(sample: Sample, _: LayerInfo) -> tuple[dict[str, np.ndarray], list
 
 
 CALIBRATORS: Mapping[str, Calibrator] = {
+    "a2ats": Calibrator(("queries", "keys"), a2ats_index),
     "amc": Calibrator(("keys", "values"), amc_axes),
     "kvtc": Calibrator(("keys", "values"), kvtc_axes),
     "qfilters": Calibrator(("queries",), _qfilters),

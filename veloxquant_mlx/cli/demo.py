@@ -57,6 +57,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("svdq, keys alone", {"method": "svdq"}),
     ("kvtc, 256 bits a row", {"method": "kvtc", "kvtc_bit_budget": 256}),
     ("anchorkv, 5 % at most", {"method": "anchorkv"}),
+    ("a2ats, reads a fifth", {"method": "a2ats"}),
     ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
     ("streaming_llm, 512 tokens", {"method": "streaming_llm", "stream_window_size": 508}),
     ("knorm, 512 tokens", {"method": "knorm"}),

@@ -17,9 +17,9 @@ import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
 from ..attention.hook import KVHandle
-from ..cache.lifecycle import UNLIMITED
 from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigError
 from ..core.types import is_int
+from ..policies.eviction import UNLIMITED
 from ..policies.reconstruction import best, peaks, ragged
 from .base import Coordinator
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..codecs.anchors import Plan, factors, owners
 from ..codecs.base import take_rows
-from . import select
+from . import ring, select
 from .guide import Guide, PerRow, due
 from .observed import seen, weights
 from .scores import OF_GUIDE, pool
@@ -35,7 +35,7 @@ class AnchorChoice(Guide):
     Residuals go to the rows whose absence would move the outputs of these queries most, over all heads of the layer.
 
     In the store until then: ``aux["guide.queries"]`` ``(B, Hq, m, D)``, scaled, and ``aux["guide.logits"]``, learned
-    sinks. ``row_aux["ring"]`` says by its length how many of the newest rows have queries: the store cuts it by trims.
+    sinks.
     """
 
     plan: Plan
@@ -49,11 +49,7 @@ class AnchorChoice(Guide):
         if "anchored" in store.numbers:
             return
         q = (step.queries.astype(mx.float32) * step.scale).astype(step.queries.dtype)
-        ring = store.row_aux["ring"].shape[-1] - length if "ring" in store.row_aux else 0
-        if ring > 0:
-            q = mx.concatenate([store.aux[QUERIES][:, :, :ring], q], axis=2)
-        store.aux[QUERIES] = q[:, :, -self.plan.window :] * 1  # own buffer: a slice would hold the whole chunk
-        store.row_aux["ring"] = mx.zeros((1, 1, store.aux[QUERIES].shape[2]), mx.uint8)
+        ring.remember(store, q, self.plan.window, QUERIES)
         if step.sinks is not None:
             store.aux[LOGITS] = step.sinks
 
@@ -62,9 +58,7 @@ class AnchorChoice(Guide):
         told = self._told(store, offset, start, stop) if stop > start else None
         if ends:
             store.numbers["anchored"] = 1
-            for name in (QUERIES, LOGITS):
-                store.aux.pop(name, None)
-            store.row_aux.pop("ring", None)
+            ring.forget(store, QUERIES, LOGITS)
 
         def answer(first: int, last: int) -> mx.array:
             assert told is not None, "no rows were due"

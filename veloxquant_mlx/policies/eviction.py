@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ..cache.store import Store
     from ..coordinators.base import Coordinator
 
+# The budget of a cache that drops nothing, or nothing any more.
+UNLIMITED = 2**31 - 1
+
 # A budget in rows per kv head, from the tokens seen when the prompt ends.
 Budget = Callable[[int], int]
 
@@ -79,6 +82,11 @@ class Eviction:
     once: bool = False
     coordinator: Coordinator | None = None
     rotation: Rotation | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether rows are ever dropped; a policy with an unlimited budget is there for its ``retrieval``."""
+        return self.budget != UNLIMITED
 
     @property
     def needs_queries(self) -> bool:
