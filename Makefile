@@ -12,7 +12,7 @@ demo:  ## a real model answers a question over a long passage, uncompressed and 
 	@$(DEV) run veloxquant demo --models .models
 
 test: lint models  ## lint, types and all tests
-	@$(DEV) run pytest -n auto
+	@$(DEV) run pytest -n auto --dist loadgroup
 
 lint: setup  ## ruff and pyright
 	@$(DEV) run ruff check .

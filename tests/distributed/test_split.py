@@ -13,6 +13,9 @@ import pytest
 from tests.matrix import Row
 from tests.models.running import FIRST
 
+# One process starts the pair of processes, however many run the tests.
+pytestmark = pytest.mark.xdist_group("split")
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "distributed" / "split_model.py"
 
@@ -26,7 +29,7 @@ def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         [*launch, str(SCRIPT), "--split", request.param, "--tokens", "12", "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

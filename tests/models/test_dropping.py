@@ -108,6 +108,7 @@ def test_budget_beyond_the_prompt_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.real_model
+@pytest.mark.xdist_group("real")
 @pytest.mark.parametrize("name", DROPPING)
 def test_real_prompts_keep_the_same_tokens(name: str, smollm2: tuple[Any, Any]) -> None:
     """SmolLM2, prompt in steps and whole. Rounding decides close ranks: one token of two hundred may differ."""

@@ -19,7 +19,7 @@ from veloxquant_mlx.cache.report import cache_report
 from veloxquant_mlx.cli.demo import passage
 from veloxquant_mlx.quality.measure import compare, reference, store_as, teacher_force
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real")]  # models are loaded by one process
 
 PROMPT, SCORED, STEP = 256, 16, 100
 QUESTION = "What is the capital of France? Answer in one sentence."
