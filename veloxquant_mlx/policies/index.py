@@ -185,7 +185,7 @@ def kmeans(x: mx.array, count: int, seed: int) -> mx.array:
 
     The draws are the same for all groups. A centre without rows stays where it is.
     """
-    draws = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).random(count)
+    draws = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed % 2**32))).random(count)
     chosen, left = [], mx.ones(x.shape[:2])
     for i, draw in enumerate(draws.tolist()):
         total = mx.cumsum(left, axis=-1)
