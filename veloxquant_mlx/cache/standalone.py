@@ -31,7 +31,8 @@ class StandaloneKVCache(KVCache):
     may come before or after its value; it counts once both are there.
 
     Raises CacheInputError for anything but a vector of ``head_dim`` numbers, CacheStateError for a full ``capacity``
-    (at the append that completes the token too many, which is not kept) and for attention over nothing or over half a token.
+    (at the append that completes the token too many, which is not kept) and for attention over nothing or over half a
+    token.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
