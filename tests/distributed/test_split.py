@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,29 +14,42 @@ import pytest
 from tests.matrix import Row
 from tests.models.running import FIRST
 
-# One process starts the pair of processes, however many run the tests.
-pytestmark = pytest.mark.xdist_group("split")
-
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "distributed" / "split_model.py"
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])
 def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What both processes said, one line per rank and method."""
-    out = tmp_path_factory.mktemp("ranks")
-    launch = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--python", sys.executable]
+    """What both processes said, one line per rank and method.
+
+    Where tests run in parallel, one worker starts the pair and the others read what it left: two rings on one machine
+    would meet on the same ports.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out, failed = shared / f"ranks-{request.param}", ""
+    with (shared / "split.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            out.mkdir()
+            failed = launch(request.param, out)
+    found = [json.loads(line) for file in sorted(out.iterdir()) for line in file.read_text().splitlines()]
+    assert found and not failed, failed
+    return found
+
+
+def launch(split: str, out: Path) -> str:
+    """Run the script in two processes; what they printed if they failed."""
+    start = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--python", sys.executable]
     done = subprocess.run(
-        [*launch, str(SCRIPT), "--split", request.param, "--tokens", "12", "--out", str(out)],
+        [*start, str(SCRIPT), "--split", split, "--tokens", "12", "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=600,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    found = [json.loads(line) for file in sorted(out.iterdir()) for line in file.read_text().splitlines()]
-    assert done.returncode == 0 and found, done.stdout + done.stderr  # a failed process does not fail the launch
-    return found
+    return done.stdout + done.stderr if done.returncode else ""  # a failed process does not fail the launch
 
 
 @pytest.mark.covers("tensor-parallel")

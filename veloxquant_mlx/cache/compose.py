@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CACHE_FIELDS = ("capacity", "dtype", "observers", "enable_vectorized_attend")
 # A fit takes the rows that are there when the prompt ends, but not fewer than this.
 FIT_ROWS = 32
+UNGUIDED = "{name}: rows that stay after others were dropped count as equal; what queries paid to them is forgotten"
 REWRITTEN = (
     "{name}: tokens that were packed together are decoded and packed anew whenever dropped rows are cleared away"
 )
@@ -55,13 +56,15 @@ def compose(evicting: Recipe, packing: Recipe, names: tuple[str, str]) -> Recipe
 
     together = any(s.codec is not None and s.codec.block > 1 for s in (packing.keys, packing.values))
     rewritten = (REWRITTEN.format(name=names[1]),) if together and (ev.per_step or ev.bounded) else ()
+    guide = packing.guide
+    unguided = guide is not None and guide.needs_queries and not guide.survives_drops
     return Recipe(
         keys=stream(evicting.keys, packing.keys),
         values=stream(evicting.values, packing.values),
         eviction=ev,
         deferred=packing.deferred,
-        guide=packing.guide,
+        guide=guide,
         protected=packing.protected,
-        notes=(*evicting.notes, *packing.notes, *rewritten),
+        notes=(*evicting.notes, *packing.notes, *rewritten, *([UNGUIDED.format(name=names[1])] if unguided else [])),
         from_store=evicting.from_store or packing.from_store,
     )

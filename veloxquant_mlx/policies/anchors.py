@@ -38,6 +38,8 @@ class AnchorChoice(Guide):
     sinks.
     """
 
+    survives_drops = True
+
     plan: Plan
     rho: float
     rope: Rotation | None = None

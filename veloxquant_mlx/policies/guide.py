@@ -22,9 +22,11 @@ class Guide(ABC):
 
     What it remembers lives in the store: per row in ``store.row_aux``, anything else in ``store.aux``.
     ``needs_queries``: it cannot work where the model's attention does not come back to the cache.
+    ``survives_drops``: what it saw of the prompt still serves the rows that stay after a policy dropped others.
     """
 
     needs_queries: bool = True
+    survives_drops: bool = False
 
     @abstractmethod
     def observe(self, store: Store, step: Step) -> None:
