@@ -59,8 +59,12 @@ def test_same_tokens_as_one_process(lines: list[dict], row: Row) -> None:
     assert [line["same"] for line in own] == [True, True] and {line["rank"] for line in own} == {0, 1}
 
 
+# Positions that all heads share are held by every process; kvquant keeps at least one outlier per token and process.
+SHARED = {"streaming_llm": 0.02, "tova": 0.02, "zipcache": 0.02, "cam": 0.02, "kvquant": 0.06}
+
+
 def test_each_process_holds_its_share(lines: list[dict]) -> None:
-    """Half of the heads, or half of the layers; positions that all heads share are held by every process."""
+    """Half of the heads, or half of the layers."""
     for line in lines:
-        shared = 0.02 if line["method"] in ("streaming_llm", "tova", "zipcache", "cam") else 0.0
-        assert line["whole"] / 2 <= line["bytes"] <= line["whole"] * (0.5 + shared)
+        limit = line["whole"] * (0.5 + SHARED.get(line["method"], 0.0))
+        assert line["whole"] / 2 <= line["bytes"] <= limit, line

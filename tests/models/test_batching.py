@@ -194,7 +194,8 @@ def test_a_merge_holds_what_its_parts_held(row: Row, llama: Any) -> None:
     parts.clear()
     mx.eval(llama(mx.zeros((3, 1), dtype=mx.int32), cache=batch))
     merged = settled() - base
-    assert merged <= 1.1 * held and sum(c.nbytes for c in batch) <= 1.1 * claimed
+    # The allocator rounds every array up: as many more of them as there are rows and layers may weigh 32 KiB.
+    assert merged <= 1.1 * held + 32 * 1024 and sum(c.nbytes for c in batch) <= 1.1 * claimed
     # Each array takes whole pages or a size class of the allocator: up to 4 KiB more, 12 arrays a layer and row.
     assert abs(merged - sum(c.nbytes for c in batch)) <= 4096 * 12 * 6
 

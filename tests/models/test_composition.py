@@ -11,9 +11,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.matrix import feed, tensors
 from tests.models import tiny
 from tests.models.running import decode, prefill
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, cache_report, load_cache, save_cache
+from veloxquant_mlx.attention import masks, reference
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.registry import METHODS, method
 from veloxquant_mlx.core.types import LayerInfo
@@ -88,6 +90,49 @@ def test_pair(dropping: str, packing: str) -> None:
     for cache in both:
         positions = np.array(cache.positions)
         assert all((np.diff(head[head >= 0]) > 0).all() and head.max() == PROMPT + STEPS - 1 for head in positions[0])
+
+
+# Where rows are sealed, dropped and cleared away at awkward moments.
+EDGES = {
+    "one row short of a block": (KVCacheConfig(method="h2o", h2o_budget=127), KVCacheConfig(method="kivi"), 200),
+    "queries of the newest rows only": (
+        KVCacheConfig(method="h2o", h2o_budget=64),
+        KVCacheConfig(method="adakv", adakv_importance="attention_entropy"),
+        80,
+    ),
+    "probes across clearings": (KVCacheConfig(method="tova", tova_budget=256), KVCacheConfig(method="zipcache"), 300),
+    "queries for ranks": (
+        KVCacheConfig(method="snapkv", snap_budget=128),
+        KVCacheConfig(method="amc", amc_use_query_saliency=True),
+        40,
+    ),
+    "indices share no marks": (
+        KVCacheConfig(method="a2ats"),
+        KVCacheConfig(method="adakv", adakv_importance="attention_entropy", residual_length=32),
+        40,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_awkward_moments(case: str) -> None:
+    """Many steps of one layer: attention stays that of the rows that can be looked at."""
+    dropping, packing, steps = EDGES[case]
+    data, n = tensors(300 + steps), 300
+    layer = LayerInfo(head_dim=64, value_dim=64, kv_heads=2)
+    cache = CompressedKVCache(dropping, layer, packing)
+    feed(cache, data.part(0, n), [n - 1, 1])
+    for i in range(n, n + steps):
+        now = data.part(i, i + 1)
+        cache.update_and_fetch(now.k, now.v)
+        keys, values = cache._store.keys.dense(dtype=mx.float32), cache._store.values.dense(dtype=mx.float32)
+        mask = masks.without_holes(None, cache._store, 1, 4)
+        want = reference.attention(now.q, keys, values, 0.125, mask)
+        out = cache.attend(now.q, scale=0.125)
+        if dropping.method != "a2ats":  # it reads some of the rows
+            assert mx.allclose(out, want, rtol=1e-4, atol=1e-4)  # float32 sums in another order
+        mx.eval(out, cache.state)
+    assert cache.offset == n + steps and int(cache.positions.max()) == n + steps - 1
 
 
 PAIR = [config_of("snapkv"), KVCacheConfig(method="turboquant_rvq", head_dim=32)]

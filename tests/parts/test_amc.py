@@ -168,7 +168,7 @@ def test_adaptive_options_count(fields: dict[str, Any]) -> None:
         c = cache(**{**base, **more})
         feed(c, data, [300, *[1] * 100])
         found.append(tiers_of(c)[1])
-        assert c.store.aux["recent"].shape[-1] == min(({**base, **more}).get("amc_threshold_window", 64), 364)
+        assert c.store.aux["guide.recent"].shape[-1] == min(({**base, **more}).get("amc_threshold_window", 64), 364)
     assert not np.array_equal(*found)
 
 
@@ -177,7 +177,7 @@ def test_windows_of_many_segments() -> None:
     guide = MagnitudeTiers((0.2, 0.3), 4, 1.0, Adaptive(0.1, 1.0, 6))
     x = mx.arange(12.0)[None, None]
     assert guide._windows({}, x)[0, 0].tolist() == [[3, 2, 1, 0, 3, 2], [7, 6, 5, 4, 3, 2], [11, 10, 9, 8, 7, 6]]
-    later = guide._windows({"recent": x[..., 2:8]}, x[..., 8:])
+    later = guide._windows({"guide.recent": x[..., 2:8]}, x[..., 8:])
     assert later[0, 0].tolist() == [[11, 10, 9, 8, 7, 6]]
 
 

@@ -225,7 +225,7 @@ def test_a_later_prompt_is_sealed_at_its_end() -> None:
         feed(cache, data.part(0, sum(chunks)), chunks)
         states.append(cache)
     assert states[0]._store.keys.n_sealed == 200 + 2 * 160 and same_state(*states)
-    assert states[0]._store.row_aux["watched"].shape[-1] == 81
+    assert states[0]._store.row_aux["guide.watched"].shape[-1] == 81
 
 
 def test_trim_forgets_probes() -> None:

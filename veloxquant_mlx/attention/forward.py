@@ -123,9 +123,10 @@ def _coordinated(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         inputs = embeddings.value(args, kwargs)
         inputs = first.value(args, kwargs) if inputs is None else inputs
-        _running.now = list(shares(list(entries), inputs.shape[1]))
+        sequences = list(shares(list(entries), inputs.shape[1]))
+        coordinate(self, inputs, sequences)  # not running yet: a pass that a coordinator makes is no forward of theirs
+        _running.now = sequences
         try:
-            coordinate(self, inputs, _running.now)
             return original(self, *args, **kwargs)
         finally:
             _running.now = None

@@ -255,6 +255,8 @@ class CompressedBatchCache:
             return [row.offset for row in self.rows]
         for row in self.rows:
             row.settle()
+            if self.mode is Mode.LEARN:
+                row.store.compact()  # attention may still come back: it must find the rows that the mask counts
         return [row.positions.shape[-1] for row in self.rows]
 
     def _row_mask(self, mask: mx.array | str | None, i: int, share: _Share) -> mx.array | str | None:

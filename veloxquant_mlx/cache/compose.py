@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ..codecs.base import Codec
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import Recipe, Stream
 
@@ -54,10 +55,11 @@ def compose(evicting: Recipe, packing: Recipe, names: tuple[str, str]) -> Recipe
         most = max(packed.sinks, sinks)
         return dataclasses.replace(packed, sinks=most, fit_rows=FIT_ROWS, dtype=dtype, bounded=rows.bounded)
 
-    together = any(s.codec is not None and s.codec.block > 1 for s in (packing.keys, packing.values))
+    codecs = [s.codec for s in (packing.keys, packing.values) if s.codec is not None]
+    together = any(codec.block > 1 or type(codec).take is not Codec.take for codec in codecs)
     rewritten = (REWRITTEN.format(name=names[1]),) if together and (ev.per_step or ev.bounded) else ()
     guide = packing.guide
-    unguided = guide is not None and guide.needs_queries and not guide.survives_drops
+    unguided = ev.drops and guide is not None and guide.needs_queries and not guide.survives_drops
     return Recipe(
         keys=stream(evicting.keys, packing.keys),
         values=stream(evicting.values, packing.values),

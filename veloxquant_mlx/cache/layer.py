@@ -164,13 +164,18 @@ class CompressedKVCache(_Base):
         """
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
-        if self._mode is Mode.HANDLE or self.positions.shape[1] > 1:
+        if self._mode is Mode.HANDLE:
             return create_causal_mask(N, self.offset, window_size=window_size)
         self.settle()
+        if self._mode is Mode.LEARN:
+            self._store.compact()  # attention may still come back: it must find the rows that the mask counts
+        if window_size is None:  # all rows held are older than the new ones
+            return create_causal_mask(N, self.positions.shape[-1])
+        if self.positions.shape[1] > 1:
+            return create_causal_mask(N, self.offset, window_size=window_size)
         columns = mx.concatenate([self.positions[0, 0], mx.arange(self.offset, self.offset + N)])
         rows = mx.arange(self.offset, self.offset + N)[:, None]
-        allowed = rows >= columns
-        return allowed if window_size is None else allowed & (rows < columns + window_size)
+        return (rows >= columns) & (rows < columns + window_size)
 
     def size(self) -> int:
         return self.offset
@@ -441,13 +446,9 @@ class CompressedKVCache(_Base):
         """Nobody called ``attend`` for the last update: the model has attention code of its own."""
         if self._life.needs_queries:
             raise QuantizerConfigError(
-                f"method={self.method!r} needs the model's queries, but this model's attention does not go "
-                "through mlx_lm's shared attention function. Choose a method that needs no queries."
-            )
-        if self._recipe.eviction is not None and self._recipe.eviction.ragged:
-            raise QuantizerConfigError(
-                f"method={self.method!r} keeps different numbers of rows per head, which this model's own "
-                "attention code cannot be told. Choose a method with one budget for all heads."
+                f"method={self.method!r} needs the model's queries (or keeps different numbers of rows per head), but "
+                "this model's attention does not go through mlx_lm's shared attention function. Choose a method that "
+                "needs no queries."
             )
         self._mode = Mode.ARRAY
 

@@ -109,6 +109,8 @@ class Lifecycle:
         self.reporter.tell("evict", dropped, begun, store, offset)
 
     def _seal(self, store: Store, offset: int, ends: bool) -> None:
+        if store.vacant is not None:  # nothing was due at the budget, and the vacant slot is no row
+            return
         begun = self.reporter.begin(store)
         known = None if self.guide is None else self.guide.rows(store, offset, ends)
         if rows := store.seal(known, ends):

@@ -74,7 +74,11 @@ class Store:
             self.values.put(values, slot)
             assert self.positions is not None
             self.positions = _put(self.positions, slot, start)
-            self.row_aux = {name: _put(a, slot, 0) for name, a in self.row_aux.items()}
+            # What only the newest rows have gets one more, as in every append.
+            self.row_aux = {
+                name: _put(a, slot, 0) if a.shape[-1] == self.n else mx.pad(a, [(0, 0), (0, 0), (0, 1)])
+                for name, a in self.row_aux.items()
+            }
             return
         if self.vacant is not None:
             self.compact()
@@ -104,13 +108,12 @@ class Store:
         self.keys.keep(index)
         self.values.keep(index)
         self.positions = _gather(positions, index)
-        front = {name: positions.shape[-1] - a.shape[-1] for name, a in self.row_aux.items()}
-        self.row_aux = {
-            name: _gather(mx.pad(a, [(0, 0), (0, 0), (front[name], 0)]) if front[name] else a, index)
-            for name, a in self.row_aux.items()
-        }
+        # What only the newest rows have says by its length whose it is: that is lost once rows are chosen.
+        n = positions.shape[-1]
+        self.row_aux = {name: _gather(a, index) for name, a in self.row_aux.items() if a.shape[-1] == n}
+        self.holes = valid is not None
         if valid is not None:
-            self.positions, self.holes = mx.where(valid, self.positions, -1), True
+            self.positions = mx.where(valid, self.positions, -1)
 
     def cut(self, start: int, stop: int) -> None:
         """Drop rows ``start`` to ``stop`` of every head."""

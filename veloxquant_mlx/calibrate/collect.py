@@ -174,7 +174,7 @@ def sequences_of(tokenizer: Any, text: str, length: int = 2048, most: int = 20) 
     tokens = list(tokenizer.encode(text))
     bos = getattr(tokenizer, "bos_token_id", None)
     head = tokens[:1] if tokens and bos is not None and tokens[0] == bos else []
-    body, step = tokens[len(head) :], length - len(head)
+    body, step = tokens[len(head) :], max(length - len(head), 1)
     pieces = [body[start : start + step] for start in range(0, len(body), step)]
     if len(pieces) > 1 and len(pieces[-1]) < step:
         pieces.pop()

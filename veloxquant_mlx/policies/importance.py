@@ -124,8 +124,9 @@ class AttentionSpread(HeadBits):
     Over the keys of the block, mean over its last ``window`` queries and the query heads of a kv head, in units of the
     entropy of equal weights. Queries that are not at hand any more have no say; without any, all heads are equal.
 
-    In the store: ``aux["guide.queries"]`` ``(B, Hq, m, D)``, the newest ones, scaled, whose number ``row_aux["ring"]``
-    says (the store cuts it by every trim), and, between observing and sealing, ``aux["guide.importance"]``.
+    In the store: ``aux["guide.queries"]`` ``(B, Hq, m, D)``, the newest ones, scaled, whose number
+    ``row_aux["guide.ring"]`` says (the store cuts it by every trim), and, between observing and sealing,
+    ``aux["guide.importance"]``.
     """
 
     window: int = 32
@@ -133,19 +134,22 @@ class AttentionSpread(HeadBits):
     def observe(self, store: Store, step: Step) -> None:
         aux, marks, length = store.aux, store.row_aux, step.queries.shape[2]
         queries = (step.queries.astype(mx.float32) * step.scale).astype(step.queries.dtype)
-        held = marks["ring"].shape[-1] - length if "ring" in marks else 0
+        held = marks["guide.ring"].shape[-1] - length if "guide.ring" in marks else 0
         if held > 0:
             queries = mx.concatenate([aux["guide.queries"][:, :, :held], queries], axis=2)
         start, stop = due(store.keys, False)
         if start < stop:
             aux["guide.importance"] = self._entropies(store, queries, start, stop)
+            store.numbers["guide.rows"] = store.n
         queries = queries[:, :, -self.window :] * 1  # a buffer of its own
-        aux["guide.queries"], marks["ring"] = queries, mx.zeros((1, 1, queries.shape[2]), mx.uint8)
+        aux["guide.queries"], marks["guide.ring"] = queries, mx.zeros((1, 1, queries.shape[2]), mx.uint8)
 
     def importance(self, store: Store, start: int, stop: int) -> mx.array:
         blocks = (stop - start) // self.block
         found = store.aux.pop("guide.importance", None)
-        if found is None or found.shape[-1] != blocks:  # other rows than those that were observed
+        if (
+            found is None or found.shape[-1] != blocks or store.numbers.get("guide.rows") != store.n
+        ):  # other rows than those that were observed
             return mx.zeros((store.keys.batch, store.keys.heads, blocks))
         return found
 

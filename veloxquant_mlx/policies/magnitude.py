@@ -45,10 +45,12 @@ class MagnitudeTiers(Guide):
     saliency, brought between 0 and 1 by the extremes of the prompt, is mixed with ``(1 + cos) / 2`` of the key and the
     mean of the newest queries of its head.
 
-    In the store: ``aux["tau"]`` float32 ``(B, H, 2)``, ``aux["ends"]`` likewise (the extremes), ``aux["recent"]`` the
-    newest saliencies ``(B, H, m)``, ``aux["newest"]`` the newest queries ``(B, Hq, m, D)``; the last three only where
+    In ``store.aux``: ``guide.tau`` float32 ``(B, H, 2)``, ``guide.ends`` likewise (the extremes), ``guide.recent`` the
+    newest saliencies ``(B, H, m)``, ``guide.newest`` the newest queries ``(B, Hq, m, D)``; the last three only where
     something reads them.
     """
+
+    survives_drops = True
 
     shares: tuple[float, float]
     segment: int
@@ -62,37 +64,37 @@ class MagnitudeTiers(Guide):
 
     def observe(self, store: Store, step: Step) -> None:
         if self.needs_queries:
-            old = store.aux.get("newest")
+            old = store.aux.get("guide.newest")
             queries = step.queries if old is None else mx.concatenate([old, step.queries], axis=2)
-            store.aux["newest"] = queries[:, :, -QUERIES:] * 1  # a buffer of its own
+            store.aux["guide.newest"] = queries[:, :, -QUERIES:] * 1  # a buffer of its own
 
     def rows(self, store: Store, offset: int, ends: bool) -> PerRow:
         start, stop = due(store.keys, ends)
         if start == stop:
             return _nothing
         aux, of_prompt = store.aux, store.keys.of_prompt(ends)
-        if of_prompt or "tau" not in aux:  # a prompt that was too short for a fit: all rows there are
+        if of_prompt or "guide.tau" not in aux:  # a prompt that was too short for a fit: all rows there are
             self._learn(store, start, stop if of_prompt else store.n)
         saliency = self._saliency(store, start, stop)
         counts = tier_counts(stop - start, *self.shares)
         tiers = ranked(saliency, counts) if of_prompt else self._gated(saliency, aux)
         if self.adaptive is not None:
-            aux["recent"] = self._with_recent(aux, saliency)[..., -self.adaptive.window :] * 1
+            aux["guide.recent"] = self._with_recent(aux, saliency)[..., -self.adaptive.window :] * 1
         return lambda first, last: tiers[..., first - start : last - start]
 
     def _learn(self, store: Store, start: int, stop: int) -> None:
         """Thresholds, and what comes before them, from rows ``start`` to ``stop``."""
         aux = store.aux
-        aux.pop("recent", None)
+        aux.pop("guide.recent", None)
         if self.needs_queries:
             sizes = magnitudes(store.keys.dense(start, stop))
-            aux["ends"] = mx.stack([sizes.min(axis=-1), sizes.max(axis=-1)], axis=-1)
+            aux["guide.ends"] = mx.stack([sizes.min(axis=-1), sizes.max(axis=-1)], axis=-1)
         falling = -mx.sort(-self._saliency(store, start, stop), axis=-1)
         high, mid = tier_counts(stop - start, *self.shares)
         never = mx.full(falling.shape[:2], np.inf)
         # A tier that took all that was left has no end.
         tau = [-never if n == stop - start else falling[..., n - 1] if n else never for n in (high, high + mid)]
-        aux["tau"] = mx.stack(tau, axis=-1)
+        aux["guide.tau"] = mx.stack(tau, axis=-1)
 
     def _saliency(self, store: Store, start: int, stop: int) -> mx.array:
         """Of rows ``start`` to ``stop``: float32 ``(B, H, m)``."""
@@ -100,9 +102,9 @@ class MagnitudeTiers(Guide):
         sizes = magnitudes(keys)
         if not self.needs_queries:
             return sizes
-        low, high = mx.split(store.aux["ends"], 2, axis=-1)
+        low, high = mx.split(store.aux["guide.ends"], 2, axis=-1)
         own = mx.clip((sizes - low) / mx.maximum(high - low, 1e-12), 0.0, 1.0)
-        queries = store.aux["newest"].astype(mx.float32).mean(axis=2)
+        queries = store.aux["guide.newest"].astype(mx.float32).mean(axis=2)
         query = queries.reshape(*keys.shape[:2], -1, keys.shape[3]).mean(axis=2)[..., None]
         norms = mx.linalg.norm(keys, axis=-1) * mx.linalg.norm(query, axis=-2)
         cosine = (keys @ query)[..., 0] / mx.maximum(norms, 1e-12)
@@ -111,7 +113,7 @@ class MagnitudeTiers(Guide):
     def _gated(self, saliency: mx.array, aux: dict[str, mx.array]) -> mx.array:
         """Tiers of later rows, segment by segment."""
         b, h, n = saliency.shape
-        x, tau = saliency.reshape(b, h, -1, self.segment), aux["tau"][:, :, None]
+        x, tau = saliency.reshape(b, h, -1, self.segment), aux["guide.tau"][:, :, None]
         if self.adaptive is not None:
             tau = tau * self.adaptive.factor(self._windows(aux, saliency))[..., None]
         rooms = tier_counts(self.segment, *self.shares)
@@ -121,7 +123,7 @@ class MagnitudeTiers(Guide):
         return (high * HIGH + mid * MID).astype(mx.uint8).reshape(b, h, n)
 
     def _with_recent(self, aux: dict[str, mx.array], saliency: mx.array) -> mx.array:
-        return mx.concatenate([aux["recent"], saliency], axis=-1) if "recent" in aux else saliency
+        return mx.concatenate([aux["guide.recent"], saliency], axis=-1) if "guide.recent" in aux else saliency
 
     def _windows(self, aux: dict[str, mx.array], saliency: mx.array) -> mx.array:
         """The newest saliencies at the end of every segment, its own included: ``(B, H, segments, window)``."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..cache.store import Store
     from .scores import Step
 
+NEWEST, DRAWN, PLACES, LOGITS = ("guide.newest", "guide.drawn", "guide.places", "guide.logits")
+WATCHED, RING = "guide.watched", "guide.ring"
+
 
 @dataclass(frozen=True)
 class ProbeSaliency(Guide):
@@ -28,31 +31,30 @@ class ProbeSaliency(Guide):
     newest ones. Both are kept as they come and compared with the keys when rows are sealed, so that the result is that
     of the tokens, however a prompt was fed. A row that no probe can see has saliency 0.
 
-    In the store: ``aux["drawn"]`` and ``aux["newest"]`` are scaled queries ``(B, Hq, m, D)``, ``aux["places"]`` the
-    positions of the drawn ones, ``aux["logits"]`` learned sinks. ``row_aux["watched"]`` and ``row_aux["ring"]`` say by
-    their lengths alone how many of the newest rows both cover: the store cuts them by every trim.
+    In the store: ``DRAWN`` and ``NEWEST`` are scaled queries ``(B, Hq, m, D)``, ``PLACES`` the
+    positions of the drawn ones, ``LOGITS`` learned sinks. ``WATCHED`` and ``RING`` in ``row_aux`` say by their
+    lengths alone how many of the newest rows both cover: the store cuts them by every trim.
     """
+
+    survives_drops = True
 
     share: float = 0.05
     seed: int = 0
 
     def observe(self, store: Store, step: Step) -> None:
-        length, marks, aux = step.queries.shape[2], store.row_aux, store.aux
+        length, aux = step.queries.shape[2], store.aux
         start = step.offset - length
-        for name in ("watched", "ring"):
-            if name not in marks:
-                marks[name] = mx.zeros((1, 1, length), mx.uint8)
-        watched, ring = (marks[name].shape[-1] for name in ("watched", "ring"))
+        watched, ring = self._covered(store, length)
         queries = (step.queries.astype(mx.float32) * step.scale).astype(step.queries.dtype)
         if step.sinks is not None:
-            aux["logits"] = step.sinks
+            aux[LOGITS] = step.sinks
         newest = min(ceil(self.share * watched), ring)
-        aux["newest"] = _joined(aux.get("newest"), ring - length, queries)[:, :, -newest:] * 1  # a buffer of its own
-        marks["ring"] = mx.zeros((1, 1, newest), mx.uint8)
+        aux[NEWEST] = _joined(aux.get(NEWEST), ring - length, queries)[:, :, -newest:] * 1  # a buffer of its own
+        self._cover(store, watched, newest)
         old, places = self._drawn(step.offset - watched, start).size, self._drawn(start, step.offset)
-        if places.size or ("drawn" in aux and aux["drawn"].shape[2] > old):
-            aux["drawn"] = _joined(aux.get("drawn"), old, queries[:, :, mx.array(places - start)])
-            aux["places"] = _joined(aux.get("places"), old, mx.array(places)[None, None, :, None])
+        if places.size or (DRAWN in aux and aux[DRAWN].shape[2] > old):
+            aux[DRAWN] = _joined(aux.get(DRAWN), old, queries[:, :, mx.array(places - start)])
+            aux[PLACES] = _joined(aux.get(PLACES), old, mx.array(places)[None, None, :, None])
 
     def rows(self, store: Store, offset: int, ends: bool) -> PerRow:
         start, stop = due(store.keys, ends)
@@ -69,11 +71,11 @@ class ProbeSaliency(Guide):
             return mx.zeros((store.keys.batch, store.keys.heads, stop - start))
         newest = np.arange(offset - ring, offset, dtype=np.int32)
         newest[np.isin(newest, self._drawn(offset - ring, offset))] = -1  # they are among the drawn ones
-        queries, at = aux["newest"][:, :, :ring], mx.array(newest)
+        queries, at = aux[NEWEST][:, :, :ring], mx.array(newest)
         if drawn := self._drawn(offset - watched, offset).size:
-            queries = mx.concatenate([queries, aux["drawn"][:, :, :drawn]], axis=2)
-            at = mx.concatenate([at, aux["places"].reshape(-1)[:drawn]])
-        positions, sinks = store.positions_or_range()[:, :, None, None], aux.get("logits")
+            queries = mx.concatenate([queries, aux[DRAWN][:, :, :drawn]], axis=2)
+            at = mx.concatenate([at, aux[PLACES].reshape(-1)[:drawn]])
+        positions, sinks = store.positions_or_range()[:, :, None, None], aux.get(LOGITS)
 
         def weigh(z: mx.array, first: int) -> mx.array:
             allowed = seen(positions, at[first : first + z.shape[3], None])
@@ -85,28 +87,38 @@ class ProbeSaliency(Guide):
 
     def _forget(self, store: Store, offset: int, left: int) -> None:
         """Keep what belongs to the newest ``left`` rows, those that are not sealed now."""
-        aux, marks = store.aux, store.row_aux
+        aux = store.aux
         watched, ring = self._covered(store)
         watched = min(left, watched)
-        sizes = {"watched": watched, "ring": min(ceil(self.share * watched), ring)}
+        ring = min(ceil(self.share * watched), ring)
         drawn = self._drawn(offset - watched, offset).size
-        for name, size in (("newest", sizes["ring"]), ("drawn", drawn), ("places", drawn)):
+        for name, size in ((NEWEST, ring), (DRAWN, drawn), (PLACES, drawn)):
             if name in aux:
                 aux[name] = aux[name][:, :, -size:] * 1
                 if not size:
                     del aux[name]
-        for name, size in sizes.items():
-            marks[name] = mx.zeros((1, 1, size), mx.uint8)
-            if not size:
-                del marks[name]
+        self._cover(store, watched, ring)
         if not watched:
-            aux.pop("logits", None)
+            aux.pop(LOGITS, None)
 
     @staticmethod
-    def _covered(store: Store) -> tuple[int, int]:
-        """How many of the newest rows the drawn and the newest queries cover."""
-        lengths = [store.row_aux[name].shape[-1] if name in store.row_aux else 0 for name in ("watched", "ring")]
-        return lengths[0], lengths[1]
+    def _covered(store: Store, new: int = 0) -> tuple[int, int]:
+        """How many of the newest tokens the drawn and the newest queries cover; ``new`` came since the last call.
+
+        Trims cut the marks; once rows were dropped no trim can happen, and the numbers count.
+        """
+        if store.positions is not None:
+            return store.numbers.get(WATCHED, 0) + new, store.numbers.get(RING, 0) + new
+        watched, ring = (store.row_aux[n].shape[-1] if n in store.row_aux else new for n in (WATCHED, RING))
+        return watched, ring
+
+    @staticmethod
+    def _cover(store: Store, watched: int, ring: int) -> None:
+        for name, size in ((WATCHED, watched), (RING, ring)):
+            store.numbers[name] = size
+            store.row_aux.pop(name, None)
+            if size and store.positions is None:
+                store.row_aux[name] = mx.zeros((1, 1, size), mx.uint8)
 
     def _drawn(self, start: int, stop: int) -> np.ndarray:
         """Positions from ``start`` to ``stop`` that are drawn: a hash of seed and position (splitmix64) says which."""
