@@ -20,6 +20,15 @@ FIRST: dict[str, Row] = {row.method: row for row in reversed(ROWS)}
 QUANTISED = [row for row in ROWS if not row.drops]
 DROPPING = [row for row in FIRST.values() if row.drops]
 
+# One method for each way in which the parts work together; what depends on these alone is not run for all.
+MECHANISMS: dict[str, Row] = {
+    name: FIRST[name]
+    for name in (
+        "kivi", "kivi_sink", "turboquant_rvq", "skvq", "zipcache", "qjl", "age_tiered",
+        "snapkv", "streaming_llm", "h2o", "squeeze", "nestedkv", "rocketkv",
+    )
+}  # fmt: skip
+
 # Settings of so many bits that rows which are encoded later, or once more, shift no token.
 FINE: dict[str, dict[str, Any]] = {
     "a2ats": {"a2ats_retrieval_fraction": 1.0},

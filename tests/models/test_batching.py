@@ -15,7 +15,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.matrix import IDS, ROWS, Row, same_state
 from tests.models import tiny
-from tests.models.running import FIRST, caches_of, config, decode, greedy, lively, prefill, token_list, word_tokenizer
+from tests.models.running import (
+    FIRST,
+    MECHANISMS,
+    caches_of,
+    config,
+    decode,
+    greedy,
+    lively,
+    prefill,
+    token_list,
+    word_tokenizer,
+)
 from tests.models.test_kinds import KINDS, NOT_MLX_LM, Kind
 from veloxquant_mlx import CacheStateError, attach
 from veloxquant_mlx.cache.batch import CompressedBatchCache
@@ -25,7 +36,7 @@ LENGTHS = (5, 50, 500)
 STEP = 64  # prompt tokens per call, single runs included: a row's chunks are its own in a batch too
 PROMPTS = [token_list(n, seed=i) for i, n in enumerate(LENGTHS)]
 TOKENIZER = word_tokenizer()
-SOME = list(FIRST.values())
+SOME = list(MECHANISMS.values())
 
 
 def fills(kind: Kind) -> pytest.MarkDecorator:
@@ -200,7 +211,7 @@ def test_a_merge_holds_what_its_parts_held(row: Row, llama: Any) -> None:
     assert abs(merged - sum(c.nbytes for c in batch)) <= 4096 * 12 * 6
 
 
-@pytest.mark.parametrize("row", SOME, ids=FIRST)
+@pytest.mark.parametrize("row", SOME, ids=MECHANISMS)
 def test_memory_is_flat_over_many_requests(row: Row) -> None:
     """Forty requests, at most three at a time, some taken away early: nothing of them stays."""
     model = tiny.build("llama")

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache, load_prompt_cache, make_prompt_c
 
 from tests.matrix import IDS, ROWS, Row, same_state
 from tests.models import tiny
-from tests.models.running import FIRST, caches_of, decode, fine, greedy, prefill, token_list, tolerance
+from tests.models.running import FIRST, MECHANISMS, caches_of, decode, fine, greedy, prefill, token_list, tolerance
 from veloxquant_mlx import QuantizerConfigError
 
 PROMPT = 150
@@ -65,7 +65,7 @@ np.save(sys.argv[2], decode(tiny.build("llama"), load_prompt_cache(sys.argv[1]),
 """
 
 
-@pytest.mark.parametrize("row", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("row", MECHANISMS.values(), ids=MECHANISMS)
 def test_another_process_continues(row: Row, llama: Any, tmp_path: Path) -> None:
     """A process that imports veloxquant_mlx and calls nothing of it reads the file and goes on, bit-identically."""
     caches, file, found = filled(llama, row), str(tmp_path / "prompt.safetensors"), str(tmp_path / "logits.npy")
@@ -80,7 +80,7 @@ def test_another_process_continues(row: Row, llama: Any, tmp_path: Path) -> None
 # ---------------------------------------------------------------------------------------------- mlx_lm's prompt cache
 
 
-@pytest.mark.parametrize("row", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("row", MECHANISMS.values(), ids=MECHANISMS)
 def test_prompt_store(row: Row, llama: Any) -> None:
     """Fetched entries are copies: what one request does to its copy changes neither the store nor another request."""
     store, tokens = LRUPromptCache(), token_list(PROMPT)
@@ -170,7 +170,7 @@ def settled() -> int:
     return mx.get_active_memory()
 
 
-@pytest.mark.parametrize("row", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("row", MECHANISMS.values(), ids=MECHANISMS)
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "gpt_oss"])
 def test_dropped_caches_are_free_at_once(row: Row, name: str) -> None:
     """No cycle keeps a cache alive: it dies with its last reference, without the collector."""
@@ -191,7 +191,7 @@ def test_dropped_caches_are_free_at_once(row: Row, name: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("row", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("row", MECHANISMS.values(), ids=MECHANISMS)
 def test_the_model_is_not_kept_alive(row: Row) -> None:
     """Caches of a method that needs no module of the model do not hold the model."""
     model = tiny.build("llama")
@@ -203,7 +203,7 @@ def test_the_model_is_not_kept_alive(row: Row) -> None:
     assert all(c.nbytes for c in caches)
 
 
-@pytest.mark.parametrize("row", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("row", MECHANISMS.values(), ids=MECHANISMS)
 def test_equal_runs_hold_equal_bits(row: Row, llama: Any) -> None:
     """Same seed, same tokens: the same arrays."""
     a, b = filled(llama, row), filled(llama, row)
