@@ -177,6 +177,8 @@ def test_e4_f1_odd_heads(row: Row, repeats: int, dim: int) -> None:
         pytest.skip("polar coordinates need pairs, and indices whole sub-vectors; both say so")
     if row.indexes:
         pytest.skip("a query reads some rows only; tests/parts/test_a2ats.py")
+    if dim == 1 and "bit_width_outlier" in row.fields:
+        pytest.skip("outlier channels must leave inliers; it says so")
     shape = (2, 1, dim, dim)
     cache, data = row.cache(shape), tensors(140, shape, repeats)
     feed(cache, data, [33, 95, 1, 11])
