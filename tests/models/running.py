@@ -31,6 +31,7 @@ MECHANISMS: dict[str, Row] = {
 
 # Settings of so many bits that rows which are encoded later, or once more, shift no token.
 FINE: dict[str, dict[str, Any]] = {
+    "cachegen": {"cachegen_resolved_bits": 8},
     "a2ats": {"a2ats_retrieval_fraction": 1.0},
     "age_tiered": {"age_bits_mid": 8, "age_bits_old": 8},
     "amc": {"amc_k_high": 1.0, "amc_k_mid": 0.0},
