@@ -46,7 +46,7 @@ class AnchorChoice(Guide):
 
     def observe(self, store: Store, step: Step) -> None:
         length = step.queries.shape[2]
-        if step.offset == length:
+        if step.offset == length or not store.sealed:  # a trim into the prompt brings its rows back: they end anew
             store.numbers.pop("anchored", None)
         if "anchored" in store.numbers:
             return
