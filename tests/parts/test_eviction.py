@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from tests import fixture
 from tests.matrix import Tensors, feed, split, tensors
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.attention import reference
@@ -15,21 +16,13 @@ from veloxquant_mlx.core.types import LayerInfo
 from veloxquant_mlx.models.rope import probe_rotation
 from veloxquant_mlx.policies import scores, select
 
-SCALE = 1 / np.sqrt(8)
+SCALE = fixture.SCALE
 
 
 @pytest.fixture(scope="module")
 def golden() -> Tensors:
-    """Four query heads, two kv heads, 48 tokens of size 8 from a linear congruential generator."""
-    u, values = 12345, []
-    for _ in range((4 + 2 + 2) * 48 * 8):
-        u = (1664525 * u + 1013904223) % 2**32
-        values.append((u / 2**32 - 0.5) * 4)
-    flat = np.array(values, np.float32)
-    q, k, v = flat[: 4 * 384], flat[4 * 384 : 6 * 384], flat[6 * 384 :]
-    assert np.allclose(q[:3], [-1.91838926, -1.93380861, 0.17262318])
-    assert np.allclose(v[-1], -1.60695738)
-    return Tensors(*(mx.array(x.reshape(1, -1, 48, 8)) for x in (q, k, v)))
+    """Four query heads, two kv heads, 48 tokens of size 8."""
+    return fixture.DATA
 
 
 def kept(golden: Tensors, chunks: list[int], **fields: object) -> list[list[int]]:

@@ -212,15 +212,14 @@ class StreamStore:
                 self._fit(self.packed.spec.fit_rows)
             rows, start = self._take(due)
             self.prompt.codes, self.prompt.n = self._encode(self.prompt.codec, rows, start, guide), due
-        held = self.prompt.n if self.prompt is not None else 0
-        due = self.spec.n_sealed(self.n - held, bool(self.packed.fitted)) - (self.n_sealed - held)
+        due = self.of_codec()
         if due > 0 and self.packed.spec.fit_rows and not self.packed.fitted:
             # The rows at the end of a prompt are the same however it came; later on only their number can be.
             self._fit(self.packed.spec.fit_rows if ends else self.spec.first_rows)
         if due > 0:
             rows, start = self._take(due)
             self.packed.append(self._encode(self.packed.codec, rows, start, guide), due)
-        self._age(self.packed, self.n - held)
+        self._age(self.packed, self.n - self._of_block)
         return self.n_sealed - before
 
     def of_prompt(self, ends: bool) -> int:
@@ -229,6 +228,17 @@ class StreamStore:
             return 0
         fit = self.spec.first_rows if self.prompt.spec.fit_rows and not self.packed.fitted else 0
         return max(0, self.n - self.spec.sinks - self.spec.window) if self.n >= self.spec.sinks + fit else 0
+
+    def of_codec(self) -> int:
+        """Rows that the next ``seal`` encodes by ``codec``; those of the prompt's block do not count."""
+        if self.packed is None:
+            return 0
+        held = self._of_block
+        return max(0, self.spec.n_sealed(self.n - held, bool(self.packed.fitted)) - (self.n_sealed - held))
+
+    @property
+    def _of_block(self) -> int:
+        return self.prompt.n if self.prompt is not None else 0
 
     def _fit(self, n: int) -> None:
         """Fit on the first ``n`` rows after the sinks and the prompt, or on all there are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,6 +13,9 @@ Codes = dict[str, mx.array]
 
 # Rows decoded at a time where no native path exists: bounds the scratch memory of one call.
 TILE = 1024
+
+# More rows than a prompt has: a fit takes what is there.
+ALL = 1 << 30
 
 F16_MAX = 65504.0
 
@@ -104,22 +107,30 @@ class Codec(ABC):
     def scores(self, q: mx.array, codes: Codes) -> mx.array:
         """Dot products ``(B, H, R, n)`` of query rows ``q`` ``(B, H, R, D)`` (already scaled) with the stored rows."""
         query = q.astype(compute_dtype(q.dtype))
-        parts: list[mx.array] = []
-        for tile in self.tiles(codes):
-            parts.append(query @ self.decode(after(tile, parts[-1:]), query.dtype).swapaxes(-1, -2))
-        return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)).astype(q.dtype)
+        return self.tiled_scores(query, codes, lambda tile: self.decode(tile, query.dtype)).astype(q.dtype)
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         """Weighted sums ``(B, H, R, D)`` of the stored rows; ``p`` is ``(B, H, R, n)``."""
         weights = p.astype(compute_dtype(p.dtype))
+        return self.tiled_mix(weights, codes, lambda tile: self.decode(tile, weights.dtype)).astype(p.dtype)
+
+    def tiled_scores(self, query: mx.array, codes: Codes, rows: Callable[[Codes], mx.array]) -> mx.array:
+        """``query`` times what ``rows`` makes of the codes, with one tile of that alive at a time."""
+        parts: list[mx.array] = []
+        for tile in self.tiles(codes):
+            parts.append(query @ rows(after(tile, parts[-1:])).swapaxes(-1, -2))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def tiled_mix(self, weights: mx.array, codes: Codes, rows: Callable[[Codes], mx.array]) -> mx.array:
+        """``weights`` times what ``rows`` makes of the codes, in float32, with one tile of that alive at a time."""
         sums: list[mx.array] = []
         start = 0
         for tile in self.tiles(codes):
-            rows = self.decode(after(tile, sums[-1:]), weights.dtype)
-            part = (weights[..., start : start + rows.shape[2]] @ rows).astype(mx.float32)
+            some = rows(after(tile, sums[-1:]))
+            part = (weights[..., start : start + some.shape[2]] @ some).astype(mx.float32)
             sums.append(part if not sums else sums[-1] + part)
-            start += rows.shape[2]
-        return sums[-1].astype(p.dtype)
+            start += some.shape[2]
+        return sums[-1]
 
     def rows(self, codes: Codes, start: int, stop: int, dtype: mx.Dtype = mx.float32) -> mx.array:
         """Rows ``start`` to ``stop`` decoded; only the blocks touched are."""

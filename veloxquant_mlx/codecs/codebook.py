@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
-from .base import F16_MAX, Axis, Codec, Codes, after, cast, compute_dtype
+from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
 from .packing import check_bits, pack, padded, row_multiple
 from .tables import PackedDots
 
@@ -87,14 +87,8 @@ class ScalarCodebook(Codec):
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         work = compute_dtype(p.dtype)
         weights = (p.astype(mx.float32) * codes["rms"].astype(mx.float32)[..., None, :]).astype(work)
-        sums: list[mx.array] = []
-        start = 0
-        for tile in self.tiles(codes):
-            values = self._values(after(tile, sums[-1:])).astype(work)
-            part = (weights[..., start : start + values.shape[2]] @ values).astype(mx.float32)
-            sums.append(part if not sums else sums[-1] + part)
-            start += values.shape[2]
-        return sums[-1][..., : self.dim].astype(p.dtype)
+        mixed = self.tiled_mix(weights, codes, lambda tile: self._values(tile).astype(work))
+        return mixed[..., : self.dim].astype(p.dtype)
 
 
 def _search_tree(thresholds: np.ndarray) -> np.ndarray:

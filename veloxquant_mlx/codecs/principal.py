@@ -16,14 +16,13 @@ import numpy as np
 
 from ..transforms.rotation import haar
 from .allocation import MOST_BITS, normal_errors
-from .base import F16_MAX, Axis, Codec, Codes, Symbols, after, cast, compute_dtype
+from .base import F16_MAX, Axis, Codec, Codes, Symbols, cast, compute_dtype
 from .basis import principal_axes, row_rms, sampled
 from .codebook import Nearest
 from .levels import lloyd_max
 from .packing import lookup, lookup_table, pack, row_multiple, to_bytes, to_words, unpack
 from .sketch import SignSketch
 
-ALL = 1 << 30  # more rows than a prompt has: a fit takes what is there
 FLOOR = 1e-6  # least share of the mean square of a row that an axis counts with
 TINY = 1e-30
 PAIR_BITS = 4
@@ -179,11 +178,7 @@ class PrincipalLevels(Codec):
         wide = q.astype(mx.float32)
         turned = wide @ self._fitted["basis"]
         z = (turned * self._fitted["spread"][:, :, None]).astype(compute_dtype(q.dtype))
-        parts: list[mx.array] = []
-        for tile in self.tiles(codes):
-            levels = self._levels(after(tile, parts[-1:])).astype(z.dtype)
-            parts.append((z @ levels.swapaxes(-1, -2)).astype(mx.float32))
-        dots = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        dots = self.tiled_scores(z, codes, lambda tile: self._levels(tile).astype(z.dtype)).astype(mx.float32)
         if self._sketch is not None:
             dots = dots + self._sketch.scores(self._leading(turned), self._signs(codes))
         dots = dots * codes["rms"].astype(mx.float32)[..., None, :]
@@ -195,14 +190,8 @@ class PrincipalLevels(Codec):
         assert self._sketch is None, "a sketch is for scores"
         wide = p.astype(mx.float32)
         weights = (wide * codes["rms"].astype(mx.float32)[..., None, :]).astype(compute_dtype(p.dtype))
-        sums: list[mx.array] = []
-        start = 0
-        for tile in self.tiles(codes):
-            levels = self._levels(after(tile, sums[-1:])).astype(weights.dtype)
-            part = (weights[..., start : start + levels.shape[2]] @ levels).astype(mx.float32)
-            sums.append(part if not sums else sums[-1] + part)
-            start += levels.shape[2]
-        out = (sums[-1] * self._fitted["spread"][:, :, None]) @ self._fitted["basis"].swapaxes(-1, -2)
+        mixed = self.tiled_mix(weights, codes, lambda tile: self._levels(tile).astype(weights.dtype))
+        out = (mixed * self._fitted["spread"][:, :, None]) @ self._fitted["basis"].swapaxes(-1, -2)
         if self.centred:
             out = out + wide.sum(-1, keepdims=True) * self._fitted["mean"]
         return out.astype(p.dtype)

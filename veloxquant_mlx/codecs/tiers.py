@@ -7,6 +7,7 @@ a tier lie together in the order of their positions, and one bit per token says 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from math import ceil
 
@@ -83,13 +84,13 @@ class _Tiers(GuidedCodec):
     def _finish(self, rows: mx.array, codes: Codes, start: int, stop: int) -> mx.array:
         return rows
 
+    @abstractmethod
     def _size(self, codes: Codes, name: str, segments: int) -> int:
         """Tokens of one tier in a segment, padding included."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _pick(self, codes: Codes, name: str, index: mx.array) -> mx.array:
         """Float32 rows ``(B, H, m, D)`` of one tier at ``index`` ``(B, H, m)``."""
-        raise NotImplementedError
 
     def _split(self, saliency: mx.array) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """The tiers' bits, and which tokens ``(B, H, segments, n)`` of its segment each tier holds."""

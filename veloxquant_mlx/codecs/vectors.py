@@ -184,10 +184,5 @@ class ProductVectors(Codec):
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         work = compute_dtype(p.dtype)
-        weights, sums, start = p.astype(work), None, 0
-        for tile in self.tiles(codes):
-            rows = self._entries(after(tile, [] if sums is None else [sums])).astype(work)
-            part = (weights[..., start : start + rows.shape[2]] @ rows).astype(mx.float32)
-            sums, start = part if sums is None else sums + part, start + rows.shape[2]
-        assert sums is not None
-        return self._back(sums).astype(p.dtype)
+        mixed = self.tiled_mix(p.astype(work), codes, lambda tile: self._entries(tile).astype(work))
+        return self._back(mixed).astype(p.dtype)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..artifacts.calibration import calibrated
+from ..codecs.base import ALL
 from ..codecs.ranks import RankTiers, mid_rank
 from ..core.types import Recipe, Stream
 from ..policies.magnitude import Adaptive, MagnitudeTiers
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ..core.types import LayerInfo
 
 SEGMENT = 32  # later tokens that are packed together, and tokens that stay exact
-FEWEST, ALL = 64, 1 << 30  # tokens of a fit
+FEWEST = 64  # tokens of a fit
 
 
 @dataclass

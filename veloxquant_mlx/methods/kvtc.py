@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..codecs.allocation import best_bits
-from ..codecs.principal import ALL, TransformLevels
+from ..codecs.base import ALL
+from ..codecs.principal import TransformLevels
 from ..core.types import Recipe, Stream
 from ._axes import ROWS_PER_AXIS, origin, stored_axes
 from ._method import MethodInfo, each, floats, ints, option, optional, refuse

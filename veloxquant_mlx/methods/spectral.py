@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..codecs.allocation import water_filled
-from ..codecs.principal import ALL, Allocate, SpectralLevels
+from ..codecs.base import ALL
+from ..codecs.principal import Allocate, SpectralLevels
 from ..codecs.sketch import SignSketch, projections
 from ..core.types import Recipe, Stream
 from ._axes import ROWS_PER_AXIS, origin, stored_axes

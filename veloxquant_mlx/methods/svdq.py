@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..codecs.base import ALL
 from ..codecs.latent import LatentAffine
-from ..codecs.principal import ALL
 from ..core.types import Recipe, Stream
 from ._method import MethodInfo, each, floats, ints, one_of, option, optional, refuse
 from ._prerope import before_rope

@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..artifacts.calibration import calibrated
+from ..codecs.base import ALL
 from ..codecs.vectors import ENOUGH, ProductVectors
 from ..core.types import Recipe, Stream
 from ..transforms.hadamard import BlockHadamard
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ..core.types import LayerInfo
 
 CHUNK = 32
-FEWEST, ALL = 64, 1 << 30  # tokens of a fit
+FEWEST = 64  # tokens of a fit
 
 
 @dataclass

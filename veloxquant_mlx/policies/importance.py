@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from .guide import Guide, PerRow, due
+from .guide import Guide, PerRow, due, nothing
 
 if TYPE_CHECKING:
     from ..cache.store import Store
@@ -83,7 +83,7 @@ class HeadBits(Guide):
     def rows(self, store: Store, offset: int, ends: bool) -> PerRow:
         (start, stop), (low, high) = due(store.keys, ends), due(store.values, ends)
         if start == stop and low == high:
-            return _nothing
+            return nothing
         first, packed = store.keys.spec.sinks, store.keys.packed
         assert packed is not None
         parts = [packed.view()["bits"]] if packed.n else []
@@ -168,7 +168,3 @@ class AttentionSpread(HeadBits):
         p = mx.softmax(mx.where(seen, z, mx.finfo(mx.float32).min), axis=-1)
         known = mx.array((rows >= oldest).astype(np.float32))[:, None, :, None]
         return entropy((p * known).sum(axis=(3, 4)))
-
-
-def _nothing(start: int, stop: int) -> mx.array:
-    raise AssertionError("no rows were due")

@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..codecs.ranks import HIGH, MID, magnitudes, ranked, tier_counts
-from .guide import Guide, PerRow, due
+from .guide import Guide, PerRow, due, nothing
+from .scores import newest
 
 if TYPE_CHECKING:
     from ..cache.store import Store
@@ -64,14 +65,12 @@ class MagnitudeTiers(Guide):
 
     def observe(self, store: Store, step: Step) -> None:
         if self.needs_queries:
-            old = store.aux.get("guide.newest")
-            queries = step.queries if old is None else mx.concatenate([old, step.queries], axis=2)
-            store.aux["guide.newest"] = queries[:, :, -QUERIES:] * 1  # a buffer of its own
+            newest(store, "guide.newest", step.queries, QUERIES)
 
     def rows(self, store: Store, offset: int, ends: bool) -> PerRow:
         start, stop = due(store.keys, ends)
         if start == stop:
-            return _nothing
+            return nothing
         aux, of_prompt = store.aux, store.keys.of_prompt(ends)
         if of_prompt or "guide.tau" not in aux:  # a prompt that was too short for a fit: all rows there are
             self._learn(store, start, stop if of_prompt else store.n)
@@ -134,7 +133,3 @@ class MagnitudeTiers(Guide):
         # Where there are fewer, those there are, over and over.
         back = np.arange(window)[None] % np.minimum(ends, window)[:, None]
         return mx.take(found, mx.array(ends[:, None] - 1 - back), axis=-1)
-
-
-def _nothing(start: int, stop: int) -> mx.array:
-    raise AssertionError("no rows were due")

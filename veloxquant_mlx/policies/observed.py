@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import mlx.core as mx
 
 from ..attention import reference
-from .scores import Score
+from .scores import Score, newest
 
 if TYPE_CHECKING:
     from ..cache.store import Store
@@ -115,10 +115,7 @@ class RecentQueries(Score):
     window: int = 1
 
     def observe(self, store: Store, step: Step) -> None:
-        old, q = store.aux.get("queries"), step.queries
-        if q.shape[2] < self.window and old is not None:
-            q = mx.concatenate([old, q], axis=2)
-        store.aux["queries"] = q[:, :, -self.window :] * 1  # own buffer: a slice would hold the whole chunk
+        newest(store, "queries", step.queries, self.window)
 
     def forget(self, store: Store) -> None:
         """Nothing: the next step's choice needs the same queries."""

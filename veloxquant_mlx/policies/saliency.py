@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from .guide import Guide, PerRow, due
+from .guide import Guide, PerRow, due, nothing
 from .observed import over_queries, seen, weights
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ProbeSaliency(Guide):
     def rows(self, store: Store, offset: int, ends: bool) -> PerRow:
         start, stop = due(store.keys, ends)
         if start == stop:
-            return _nothing
+            return nothing
         saliency = self._saliency(store, offset, start, stop)
         self._forget(store, offset, store.n - stop)
         return lambda first, last: saliency[..., first - start : last - start]
@@ -132,7 +132,3 @@ class ProbeSaliency(Guide):
 def _joined(old: mx.array | None, keep: int, new: mx.array) -> mx.array:
     """The first ``keep`` rows of ``old`` and then ``new``, both ``(B, H, n, D)``."""
     return mx.concatenate([old[:, :, :keep], new], axis=2) if old is not None and keep > 0 else new
-
-
-def _nothing(start: int, stop: int) -> mx.array:
-    raise AssertionError("no rows were due")

@@ -56,6 +56,14 @@ class Score(ABC):
         store.row_aux.clear()
 
 
+def newest(store: Store, name: str, queries: mx.array, most: int) -> None:
+    """Hold the newest ``most`` queries ``(B, Hq, m, D)`` in ``store.aux[name]``; ``queries`` are those of one call."""
+    old = store.aux.get(name)
+    if queries.shape[2] < most and old is not None:
+        queries = mx.concatenate([old, queries], axis=2)
+    store.aux[name] = queries[:, :, -most:] * 1  # own buffer: a slice would hold the whole chunk
+
+
 @dataclass(frozen=True)
 class WindowAttention(Score):
     """Attention that the newest ``window`` queries pay to each older row, smoothed along the rows.
@@ -75,10 +83,7 @@ class WindowAttention(Score):
     peak: bool = False
 
     def observe(self, store: Store, step: Step) -> None:
-        old, q = store.aux.get("queries"), step.queries
-        if q.shape[2] < self.window and old is not None:
-            q = mx.concatenate([old, q], axis=2)
-        store.aux["queries"] = q[:, :, -self.window :] * 1  # own buffer: a slice would hold the whole chunk
+        newest(store, "queries", step.queries, self.window)
 
     def score(self, store: Store, scale: float, sinks: mx.array | None) -> mx.array:
         q, h = store.aux["queries"].astype(mx.float32) * scale, store.keys.heads
