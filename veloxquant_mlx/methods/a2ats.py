@@ -32,6 +32,7 @@ from ..core.types import Recipe, Stream
 from ..models.rope import Rotation, UnknownRotation, probe_rotation
 from ..policies.eviction import UNLIMITED, Eviction
 from ..policies.index import SINKS, VectorIndex, factored
+from ._codebooks import as_numpy, codebook
 from ._method import ARRAY, FLAG, MethodInfo, Valid, floats, ints, option, optional, refuse
 
 if TYPE_CHECKING:
@@ -87,14 +88,10 @@ def check(config: FlatConfig) -> None:
         refuse("a2ats_codebook of shape", tuple(book.shape), valid, "Fit it for these bits.")
     if book is not None and h is None:
         refuse("a2ats_query_h", None, "the array that a2ats_codebook was fitted with", "Pass both or neither.")
-    if h is not None and (h.ndim not in (2, 3) or h.shape[-1] != h.shape[-2] or not np.isfinite(_numpy(h)).all()):
+    if h is not None and (h.ndim not in (2, 3) or h.shape[-1] != h.shape[-2] or not np.isfinite(as_numpy(h)).all()):
         refuse("a2ats_query_h of shape", tuple(h.shape), "finite numbers (H, D, D) or (D, D)", "Give second moments.")
     if config.a2ats_rope_scaling is not None:
         _own_rotation(config, config.head_dim)
-
-
-def _numpy(x: Any) -> np.ndarray:
-    return np.array(x.astype(mx.float32) if isinstance(x, mx.array) else x, np.float32)
 
 
 def _own_rotation(config: FlatConfig, dim: int) -> Rotation:
@@ -136,7 +133,7 @@ def _given(config: FlatConfig, layer: LayerInfo, shrink: float) -> tuple[mx.arra
             valid = f"{A2ATSOptions.a2ats_beta}, with which the artifact was made"
             refuse("a2ats_beta", shrink, valid, "Leave it, or pass a2ats_query_h instead of the artifact.")
         return found["metric"], found["codebook"].astype(mx.float16), True
-    h, book = mx.array(_numpy(config.a2ats_query_h)), config.a2ats_codebook
+    h, book = mx.array(as_numpy(config.a2ats_query_h)), config.a2ats_codebook
     h = h[None] if h.ndim == 2 else h
     if h.shape[1] != dim or h.shape[0] not in (1, heads or h.shape[0]):
         valid = f"({heads}, {dim}, {dim}) or ({dim}, {dim})"
@@ -144,13 +141,7 @@ def _given(config: FlatConfig, layer: LayerInfo, shrink: float) -> tuple[mx.arra
     metric = factored(h, shrink)
     if book is None:
         return metric, None, False
-    x, shape = mx.array(_numpy(book)), tuple(book.shape)
-    per_place = x.ndim == 3 and shape[0] == places and shape[0] != heads
-    lead = {2: (1, 1), 3: (1, places) if per_place else (shape[0], 1), 4: shape[:2]}.get(x.ndim, (0, 0))
-    if lead[0] not in (1, heads or lead[0]) or lead[1] not in (1, places) or not lead[0]:
-        valid = f"(K, d), (H, K, d), (P, K, d) or (H, P, K, d) with H = {heads} heads and P = {places} places"
-        refuse("a2ats_codebook of shape", shape, valid, "Fit it on the model that it is used with.")
-    return metric, x.reshape(*lead, *shape[-2:]).astype(mx.float16), False
+    return metric, codebook("a2ats_codebook", book, heads, places).astype(mx.float16), False
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:

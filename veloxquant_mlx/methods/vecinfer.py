@@ -16,7 +16,7 @@ blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +26,7 @@ from ..codecs.base import ALL
 from ..codecs.vectors import ENOUGH, ProductVectors
 from ..core.types import Recipe, Stream
 from ..transforms.hadamard import BlockHadamard
+from ._codebooks import as_numpy, codebook
 from ._method import ARRAY, MethodInfo, Valid, ints, option, optional, refuse
 
 if TYPE_CHECKING:
@@ -78,20 +79,16 @@ def check(config: FlatConfig) -> None:
             valid = f"a codebook whose last two axes are {shape}"
             refuse(f"{side}_codebook of shape", tuple(book.shape), valid, "Fit it for these bits and this sub_dim.")
     smooth = config.smooth_factors
-    if smooth is not None and not (np.isfinite(factors := _numpy(smooth)) & (factors > 0)).all():
+    if smooth is not None and not (np.isfinite(factors := as_numpy(smooth)) & (factors > 0)).all():
         remedy = "They divide the keys: use the root of the largest size of each channel."
         refuse("smooth_factors", smooth, "an array of finite numbers above 0", remedy)
-
-
-def _numpy(x: Any) -> np.ndarray:
-    return np.array(x.astype(mx.float32) if isinstance(x, mx.array) else x, np.float32)
 
 
 def _factors(config: FlatConfig, layer: LayerInfo) -> mx.array | None:
     """The smoothing factors of the configuration as ``(H | 1, D)``."""
     if config.smooth_factors is None:
         return None
-    x = mx.array(_numpy(config.smooth_factors))
+    x = mx.array(as_numpy(config.smooth_factors))
     shape, dim = tuple(x.shape), layer.head_dim
     if shape not in ((dim,), (1, dim)) and (
         x.ndim != 2 or x.shape[1] != dim or layer.kv_heads not in (None, x.shape[0])
@@ -106,14 +103,7 @@ def _book(config: FlatConfig, layer: LayerInfo, side: str, dim: int) -> mx.array
     book = getattr(config, f"{side}_codebook")
     if book is None:
         return None
-    x, heads = mx.array(_numpy(book)), layer.kv_heads
-    places, shape = dim // getattr(config, f"{side}_sub_dim"), tuple(x.shape)
-    per_place = x.ndim == 3 and x.shape[0] == places and x.shape[0] != heads
-    lead = {2: (1, 1), 3: (1, places) if per_place else (x.shape[0], 1), 4: shape[:2]}.get(x.ndim, (0, 0))
-    if lead[0] not in (1, heads or lead[0]) or lead[1] not in (1, places) or not lead[0]:
-        valid = f"(K, d), (H, K, d), (P, K, d) or (H, P, K, d) with H = {heads} heads and P = {places} places"
-        refuse(f"{side}_codebook of shape", shape, valid, "Fit it on the model that it is used with.")
-    return x.reshape(*lead, *shape[-2:])
+    return codebook(f"{side}_codebook", book, layer.kv_heads, dim // getattr(config, f"{side}_sub_dim"))
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
