@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from tests.matrix import identical
+from veloxquant_mlx.cache.places import Places
 from veloxquant_mlx.cache.stream import StreamStore
 from veloxquant_mlx.codecs.affine import ChannelAffine, TokenAffine
 from veloxquant_mlx.codecs.base import Codec
@@ -24,7 +25,7 @@ CODECS: dict[str, tuple[Codec, int]] = {
 def filled(name: str, chunks: Sequence[int]) -> StreamStore:
     codec, chunk = CODECS[name]
     spec, at = Stream(codec, window=WINDOW, chunk=chunk, sinks=SINKS), 0
-    store = StreamStore(spec, lambda start, stop: mx.arange(start, stop)[None, None])
+    store = StreamStore(spec, Places())
     for n in chunks:
         store.append(ROWS[:, :, at : at + n])
         store.seal()

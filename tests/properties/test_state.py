@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from pathlib import Path
 
 import mlx.core as mx
@@ -42,6 +44,20 @@ def test_copies_are_independent(row: Row, tokens: int) -> None:
     assert same_state(cache, twin) and cache.offset == tokens
     outs = [feed(c, tensors(70, seed=4), [70]) for c in (cache, twin)]
     assert identical(*outs)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_a_cache_that_nobody_holds_is_gone_at_once(row: Row) -> None:
+    """No part points back at what holds it: memory does not wait until Python looks for cycles."""
+    cache = row.cache()
+    feed(cache, tensors(250), [249, 1])
+    parts = [weakref.ref(part) for part in (cache, cache.store, cache.store.keys, cache.store.values)]
+    gc.disable()
+    try:
+        del cache
+        assert [part() for part in parts] == [None] * 4
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

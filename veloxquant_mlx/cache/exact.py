@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from ..codecs.base import take_rows
+from .places import Places
 
 NOBODY = -2  # a place that no token has taken yet (-1 is the position of holes)
 
@@ -17,20 +16,20 @@ def first(flags: mx.array, axis: int) -> mx.array:
 
 
 class Exact:
-    """Copies ``rows`` ``(B, H, m, D)`` of the packed rows whose positions are among ``marks()``; None until one is.
+    """Copies ``rows`` ``(B, H, m, D)`` of the packed rows whose positions are protected; None until one is.
 
     A position is marked before its row is packed. The packed row stays where it is and is never read; what its codes
     hold is the nearest row of its block that is not protected, so that neighbours keep their range. All positions
     given here are ``(B | 1, H | 1, k)`` int32.
     """
 
-    def __init__(self, marks: Callable[[], mx.array | None]) -> None:
-        self._marks = marks
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self.rows: mx.array | None = None
 
     def _hits(self, positions: mx.array) -> mx.array | None:
         """``(B | 1, H | 1, m, k)``: which mark each position is; None without marks."""
-        marks = self._marks()
+        marks = self._places.protected
         return None if marks is None else marks[..., None] == positions[:, :, None]
 
     def note(self, rows: mx.array, positions: mx.array) -> None:

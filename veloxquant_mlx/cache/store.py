@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from ..core.types import Recipe
 from .exact import NOBODY
+from .places import Places
 from .stream import GROW, PerRow, StreamStore
 
 __all__ = ["GROW", "Store"]
@@ -21,24 +22,35 @@ class Store:
     A row whose position is -1 is a hole: the padding of a head that keeps fewer rows than others, or a row that was
     dropped and not yet cleared away. Attention must not see holes (``holes`` says that there may be some). One more
     kind of hole never meets attention: the ``vacant`` slot that the next token will fill.
-
-    ``protected`` are positions, int32 ``(B, 1, m)``, of tokens that stay exact once they are packed (``cache.exact``);
-    in the order of the positions, then NOBODY.
     """
 
     def __init__(self, recipe: Recipe):
-        self.keys, self.values = (
-            StreamStore(spec, self.where, lambda: self.protected) for spec in (recipe.keys, recipe.values)
-        )
-        # None while row i is the token at position i.
-        self.positions: mx.array | None = None
+        self.places = Places()
+        self.keys, self.values = (StreamStore(spec, self.places) for spec in (recipe.keys, recipe.values))
         self.vacant: mx.array | None = None
-        self.protected: mx.array | None = None
         self.holes = False
         self.dead = 0  # rows per head that were dropped and are still there, the vacant slot left out
         self.aux: dict[str, mx.array] = {}
         self.numbers: dict[str, int] = {}
         self.row_aux: dict[str, mx.array] = {}
+
+    @property
+    def positions(self) -> mx.array | None:
+        """Positions ``(B | 1, H | 1, n)`` int32; None while row i is the token at position i."""
+        return self.places.positions
+
+    @positions.setter
+    def positions(self, value: mx.array | None) -> None:
+        self.places.positions = value
+
+    @property
+    def protected(self) -> mx.array | None:
+        """Positions of tokens that stay exact (``cache.places``)."""
+        return self.places.protected
+
+    @protected.setter
+    def protected(self, value: mx.array | None) -> None:
+        self.places.protected = value
 
     @property
     def n(self) -> int:
@@ -55,15 +67,9 @@ class Store:
         """Whether any row is held as codes."""
         return bool(self.keys.n_sealed or self.values.n_sealed)
 
-    def where(self, start: int, stop: int) -> mx.array:
-        """Positions ``(B | 1, H | 1, stop - start)`` int32 of rows ``start`` to ``stop``; -1 marks holes."""
-        if self.positions is None:
-            return mx.arange(start, stop, dtype=mx.int32)[None, None]
-        return self.positions[..., start:stop]
-
     def positions_or_range(self) -> mx.array:
         """Positions ``(B | 1, H | 1, n)`` int32 of all rows; -1 marks holes."""
-        return self.where(0, self.n)
+        return self.places.where(0, self.n)
 
     def append(self, keys: mx.array, values: mx.array, start: int) -> None:
         """Add the rows of the tokens from position ``start`` on; a single token fills the vacant slot."""

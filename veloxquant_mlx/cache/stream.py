@@ -11,6 +11,7 @@ from ..codecs.base import TILE, Codec, Codes, GuidedCodec, after, cast, compute_
 from ..core.types import Stream
 from .added import Added
 from .exact import Exact
+from .places import Places
 
 # Buffers grow by this many rows, so that appending one token is one small write. Held and counted in nbytes.
 GROW = 64
@@ -169,21 +170,20 @@ class Packed(Block):
 
 
 class StreamStore:
-    """One tensor of one layer: rows ``[sinks | prompt | packed | tail]``. ``where`` gives the positions of rows.
+    """One tensor of one layer: rows ``[sinks | prompt | packed | tail]``. ``places`` says which tokens they are.
 
     Rows that codecs of older rows hold stand before those of ``packed``, the oldest first; ``older`` starts with the
     youngest.
-    ``marks`` gives the positions of the tokens that stay exact (``cache.exact``).
     """
 
-    def __init__(self, spec: Stream, where: PerRow, marks: Callable[[], mx.array | None] = lambda: None):
-        self.spec, self._where = spec, where
+    def __init__(self, spec: Stream, places: Places):
+        self.spec, self._where = spec, places.where
         # A tail that only grows gets room to grow; a bounded one is held to the row.
         self.sinks, self.tail = Rows(), Rows(GROW if spec.grows else 1)
         self.prompt = Block(spec.prompt) if spec.prompt is not None else None
         self.packed = Packed(spec.codec) if spec.codec is not None else None
         self.older = [Packed(codec) for _, codec in spec.older]
-        self.added, self.exact = Added(), Exact(marks)
+        self.added, self.exact = Added(), Exact(places)
         # Of the rows as they came; known from the first append on.
         self.dtype, self.batch, self.heads, self.dim = mx.float32, 0, 0, 0
 

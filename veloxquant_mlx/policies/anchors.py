@@ -70,7 +70,7 @@ class AnchorChoice(Guide):
 
     def _told(self, store: Store, offset: int, start: int, stop: int) -> mx.array:
         b, h, n = store.keys.batch, store.keys.heads, stop - start
-        positions = mx.broadcast_to(store.where(start, stop), (b, h, n))
+        positions = mx.broadcast_to(store.places.where(start, stop), (b, h, n))
         own = store.positions is not None or start > 0
         alpha, queries, out = self._attention(store, offset)
         alpha, live = alpha[..., start:stop], positions >= 0
