@@ -26,6 +26,7 @@ FORMAT = 2
 _PACKAGE = __name__.partition(".")[0]
 # Names of the arrays that wait to be acted on: queries and learned sinks of the last attention, its finite note.
 QUERIES, SINKS, FINITE = "pending.queries", "pending.sinks", "pending.finite"
+DERIVED = "layer."  # in front of what the layer's weights gave
 # Not part of what is stored: where things come from or go to.
 _JSON = (type(None), bool, int, float, str, list, tuple)
 _TRANSIENT = ("options", "store", "observers")
@@ -33,7 +34,8 @@ _TRANSIENT = ("options", "store", "observers")
 
 def pack(cache: CompressedKVCache) -> tuple[mx.array, ...]:
     """``(header, *arrays)``; the header is JSON in a uint8 array, so that arrays are all there is."""
-    arrays = cache.arrays()
+    derived = {DERIVED + name: a for name, a in cache._layer.derived.items() if isinstance(a, mx.array)}
+    arrays = cache.arrays() | derived
     pending = cache._watch.pending
     header = {
         "format": FORMAT,
@@ -67,15 +69,16 @@ def unpack(cache: CompressedKVCache, state: Any) -> None:
             "Feed the prompt again to a cache with the same configuration."
         )
     config, *more = (_config(values) for values in header["configs"])
-    layer = _layer(header["layer"])
+    # Array objects of our own: buffers are written in place, and the state's arrays belong to whoever holds them.
+    held = {name: mx.array(array) for name, array in zip(names, arrays, strict=True)}
+    derived = {name: held.pop(name) for name in names if name.startswith(DERIVED)}
+    layer = _layer(header["layer"], {name.removeprefix(DERIVED): array for name, array in derived.items()})
     cache._config, cache._packing = config, more[0] if more else None
     cache._build(layer)
     cache._reset()
     cache.offset, life = header["offset"], cache._life
     life.phase, life.scale, life.new = Phase[header["phase"]], header["scale"], header["new"]
     life.budget, cache.notes = header["budget"], tuple(header["notes"])
-    # Array objects of our own: buffers are written in place, and the state's arrays belong to whoever holds them.
-    held = {name: mx.array(array) for name, array in zip(names, arrays, strict=True)}
     life.queries, life.sinks = held.pop(QUERIES, None), held.pop(SINKS, None)
     if FINITE in held:
         cache._watch.pending = (header["unchecked"], held.pop(FINITE))
@@ -147,10 +150,11 @@ def _layer_values(layer: LayerInfo) -> dict[str, Any]:
         values["key_bias"] = layer.key_bias.vector.tolist()
     if isinstance(layer.emergence, Emergence):
         values["emergence"] = dataclasses.asdict(layer.emergence)
+    values["derived"] = {name: told for name, told in layer.derived.items() if isinstance(told, str)}
     return values
 
 
-def _layer(values: dict[str, Any]) -> LayerInfo:
+def _layer(values: dict[str, Any], derived: dict[str, mx.array]) -> LayerInfo:
     rope, bias = _rope(values["rope"]), values["key_bias"]
     if bias is not None:
         assert not isinstance(rope, UnknownRotation)
@@ -158,7 +162,8 @@ def _layer(values: dict[str, Any]) -> LayerInfo:
     emergence = values.get("emergence")  # not in files of version 0.1
     if isinstance(emergence, dict):
         emergence = Emergence(emergence["block"], tuple(emergence["channels"]), emergence["threshold"])
-    return LayerInfo(**values | {"rope": rope, "key_bias": bias, "emergence": emergence})
+    derived = derived | values.get("derived", {})  # not in files of version 0.1
+    return LayerInfo(**values | {"rope": rope, "key_bias": bias, "emergence": emergence, "derived": derived})
 
 
 def _rope(values: dict[str, Any] | None) -> Rotation | UnknownRotation | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import mlx.core as mx
@@ -34,7 +35,9 @@ class LayerInfo:
     no model is at hand. ``key_bias`` is the constant part of its keys, where it is large against the rest. ``shared``:
     another layer reads the same rows later in the same step. ``batches``: its attention can take a mask per sequence;
     where it cannot, sequences run one by one. ``emergence``: how the hidden state before this layer tells sinks, or why
-    it does not; None where no method asked.
+    it does not; None where no method asked. It is number ``member`` of the ``members`` layers of ``group``, which some
+    methods pack together; alone where no method asked. ``derived``: what a method made of the layer's weights, arrays
+    or the reason why there are none.
     """
 
     head_dim: int = 128
@@ -49,6 +52,10 @@ class LayerInfo:
     shared: bool = False
     batches: bool = True
     emergence: Emergence | str | None = None
+    group: int = 0
+    member: int = 0
+    members: int = 1
+    derived: Mapping[str, mx.array | str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,9 @@ class Recipe:
     ``deferred``: nothing is sealed before the prompt ends. ``guide`` tells the codecs what the model's queries attend
     to. ``protected``: so many tokens that ``coordinators.sinks`` finds stay exact. ``most`` names a field and the
     tokens that it lets in. ``from_store`` says that constants came out of ``config.store``: without it the recipe
-    cannot be built again.
+    cannot be built again. ``together``: so many layers are sealed together, in ``codecs.joint`` (``cache.joint``).
+    ``most_raw`` names a field and the tokens that may wait for that: at so many a ``deferred`` recipe waits no longer
+    for the end of the prompt, and a call that brings more is a line in the receipt.
     """
 
     keys: Stream
@@ -122,3 +131,5 @@ class Recipe:
     most: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
     from_store: bool = False
+    together: int = 1
+    most_raw: tuple[str, int] | None = None
