@@ -18,6 +18,7 @@ import mlx.core as mx
 
 if TYPE_CHECKING:
     from ..cache.layer import CompressedKVCache
+    from ..coordinators.base import Coordinator
 
 _EMBEDDINGS = ("input_embeddings", "inputs_embeds", "input_embeds")
 
@@ -88,10 +89,11 @@ def running() -> list[Share]:
 def coordinate(model: Any, inputs: mx.array, sequences: list[Share]) -> None:
     """Let the coordinators of the caches in ``sequences`` act before ``model`` runs on ``inputs`` ``(B, S, ...)``."""
     for row, tokens, caches, whole in sequences:
-        for coordinator in dict.fromkeys(c.coordinator for c in caches):
-            if coordinator is None:
-                continue
-            mine = [c for c in caches if c.coordinator == coordinator]
+        groups: dict[Coordinator, list[CompressedKVCache]] = {}
+        for cache in caches:
+            if cache.coordinator is not None:
+                groups.setdefault(cache.coordinator, []).append(cache)
+        for coordinator, mine in groups.items():
             peers = tuple(weakref.ref(c) for c in mine)
             for cache in mine:
                 cache.peers = peers

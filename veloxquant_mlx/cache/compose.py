@@ -48,6 +48,12 @@ def compose(evicting: Recipe, packing: Recipe, names: tuple[str, str]) -> Recipe
             f"methods {list(names)} cannot be combined: the first must drop tokens and the second must pack those that "
             f"stay, but {what}. Give for example [snapkv, kivi]."
         )
+    if packing.together > 1:
+        raise QuantizerConfigError(
+            f"methods {list(names)} cannot be combined: {names[1]!r} packs several layers together and must find the "
+            f"same tokens in all of them, but {names[0]!r} keeps other tokens in each. Pack with a method that looks "
+            "at one layer, such as 'kivi'."
+        )
     sinks = ev.sinks if ev.rotation is not None else 0  # sink keys are moved along in attention: they stay floats
 
     def stream(rows: Stream, packed: Stream) -> Stream:

@@ -13,13 +13,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_cache
 
 from ..artifacts.sealed import Kind, raw_bytes
+from ..attention import forward
 from ..codecs import entropy
 from ..codecs.base import Symbols
 from ..coordinators import sinks
 from ..core.exceptions import CacheStateError
-from ..models.inspect import Slot, cache_slots
+from ..models.inspect import Slot, cache_slots, language_models
 from ..models.rope import Rotation
-from . import rest
+from . import joint, rest
 from .layer import CompressedKVCache
 
 AGAIN = "Make the cache again from the prompt."
@@ -93,7 +94,11 @@ def load_cache(path: str | Path, model: Any) -> list[Any]:
                 f"{path}: cache {i} is a {layer['class']}; this model has a {type(slot.native).__name__} there. {AGAIN}"
             )
         caches.append(cache)
-    known = [cache.layer.emergence for cache in caches if isinstance(cache, CompressedKVCache) and cache.protected]
+    ours = [cache for cache in caches if isinstance(cache, CompressedKVCache)]
+    if any(cache.coordinator is not None for cache in ours):
+        forward.install(model, *language_models(model))
+        joint.meet(ours)
+    known = [cache.layer.emergence for cache in ours if cache.protected]
     if known and isinstance(known[0], sinks.Emergence):
         sinks.watch(model, known[0])
     return caches

@@ -17,9 +17,11 @@ from mlx_lm.models.base import create_causal_mask
 from ..attention import entry, hook, masks
 from ..attention.hook import KVHandle
 from ..codecs.base import take_rows
+from ..coordinators.joint import Joint
 from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigError
 from ..core.types import LayerInfo, Recipe
 from ..observers.reporter import Reporter
+from . import joint
 from . import state as saved
 from .checks import FiniteWatch, check_rows
 from .compose import compose
@@ -102,6 +104,8 @@ class CompressedKVCache(_Base):
             self._recipe = compose(self._recipe, packed, (config.method, packing.method))
         if layer.key_bias is not None:
             self._recipe = layer.key_bias.taken_out(self._recipe)
+        ev, together = self._recipe.eviction, self._recipe.together
+        self._coordinator = Joint(layer.group, together) if together > 1 else None if ev is None else ev.coordinator
         self._store = Store(self._recipe)
         self._life = Lifecycle(self._recipe, config.capacity, Reporter(config.observers, self.method, layer.index))
 
@@ -112,7 +116,7 @@ class CompressedKVCache(_Base):
         self._issued: tuple[mx.array, mx.array] | None = None
         self._watch = FiniteWatch()
         self._paths: set[str] = set()
-        self.peers: tuple[weakref.ref[CompressedKVCache], ...] = ()  # the layers of the latest forward, this included
+        self.peers: Sequence[weakref.ref[CompressedKVCache]] = ()  # the layers of the latest forward, this included
         self.notes: tuple[str, ...] = ()  # what a coordinator adds to the receipt
 
     # ------------------------------------------------------------------------------------------- protocol of mlx_lm
@@ -153,10 +157,11 @@ class CompressedKVCache(_Base):
             out, path = entry.decoded(store, queries, scale, mask, sinks, view, retrieval)
         self._paths.add(path.value)
         self._life.attended(queries, scale, sinks)
-        if not self.shared:  # other readers of this step must find the same rows: settled by the next update
-            self.settle()
+        together = [self]
+        if not self.shared and self.settle():  # other readers of this step must find the same rows: see settle
+            together = joint.peers(self)
         # What this call made is computed with its output: nothing lazy is left, which no other thread could compute.
-        return mx.depends([out], list(self.arrays().values()))[0]
+        return mx.depends([out], [array for cache in together for array in cache.arrays().values()])[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask for ``N`` new tokens: mlx_lm's shorthand where it says enough, else one column per token seen.
@@ -201,8 +206,11 @@ class CompressedKVCache(_Base):
         if n:
             self.settle()
             begun = self._life.reporter.begin(self._store)
-            self._store.truncate(self.offset - n)
             self.offset -= n
+            if self._recipe.together > 1:
+                joint.trim(self)
+            else:
+                self._store.truncate(self.offset)
             self._issued = None
             if self.offset == 0:
                 self._watch, self._life.phase = FiniteWatch(), Phase.EMPTY
@@ -269,6 +277,13 @@ class CompressedKVCache(_Base):
         clone._life = copy.copy(self._life)
         clone._issued, clone._paths, clone._watch = None, set(self._paths), copy.copy(self._watch)
         clone.peers = ()
+        if self._recipe.together > 1 and self.peers:
+            # One list for the clones of one call: they know each other once all of them are made.
+            known = memo.setdefault(id(self.peers), [])
+            known.append(weakref.ref(clone))
+            clone.peers = known
+            if made := joint.peers(clone):
+                joint.link(made)
         return clone
 
     # ------------------------------------------------------------------------------------------------- our own names
@@ -277,6 +292,9 @@ class CompressedKVCache(_Base):
         """``update_and_fetch`` without handing anything out: for batches, which hand out for all their rows."""
         self._check(keys, values)
         self.settle()
+        if self._recipe.together > 1:
+            joint.check(self, keys.shape[2])
+            self._note_wait(keys.shape[2])
         if self.offset == 0:
             self._fit_geometry(keys, values)
         self._watch.note(keys, values, self.offset)
@@ -288,6 +306,11 @@ class CompressedKVCache(_Base):
         """Decoded keys ``(B, H, n, Dk)`` and values ``(B, H, n, Dv)`` of the rows held, in the dtype they came in."""
         if self._store.n == 0:
             raise CacheStateError("materialize on an empty cache; call update_and_fetch first")
+        if self._recipe.together > 1 and not joint.linked(self):
+            raise CacheStateError(
+                f"layer {self._layer.index} shares what it holds with other layers, which were copied or loaded apart "
+                "from it. Call the model with the whole list of caches first."
+            )
         order, view = self._store.order(), self._key_view()
         keys, values = (
             rows if order is None else take_rows(rows, order)
@@ -295,9 +318,14 @@ class CompressedKVCache(_Base):
         )
         return view(keys, 0) if view else keys, values
 
-    def settle(self) -> None:
-        """Act on the last update, once: observe its queries, drop rows, encode what left the windows."""
+    def settle(self) -> bool:
+        """Act on the last update, once: observe its queries, drop rows, encode what left the windows.
+
+        Where layers share rows, that is done by the next update. Returns whether layers that are packed together were
+        packed now.
+        """
         self._life.settle(self._store, self.offset)
+        return self._recipe.together > 1 and joint.settle(self)
 
     def end_prefill(self) -> None:
         """Tell a policy that the prompt is complete. Only needed where the whole prompt came in one call."""
@@ -307,6 +335,8 @@ class CompressedKVCache(_Base):
         if self.coordinator is not None and peers:
             self.coordinator.ends(peers)
         self._life.end_prefill(self._store, self.offset)
+        if self._recipe.together > 1:
+            joint.settle(self)
 
     @property
     def positions(self) -> mx.array:
@@ -317,7 +347,7 @@ class CompressedKVCache(_Base):
     @property
     def coordinator(self) -> Coordinator | None:
         """Who decides across the layers of a model, where the method asks for that."""
-        return None if self._recipe.eviction is None else self._recipe.eviction.coordinator
+        return self._coordinator
 
     @property
     def protected(self) -> int:
@@ -401,8 +431,14 @@ class CompressedKVCache(_Base):
             "elements": self._elements,
             "bytes": self.held_bytes(),
             "attention": sorted(self._paths) or [self._mode.value],
-            "notes": [*self._recipe.notes, *self.notes],
+            "notes": [*self._recipe.notes, *self.notes, *self._remarks()],
         }
+
+    def _remarks(self) -> list[str]:
+        if self._recipe.together > 1 and not joint.linked(self):
+            return []
+        tensors = (("keys", self._store.keys), ("values", self._store.values))
+        return [f"{name}: {text}" for name, stream in tensors for text in stream.remarks()]
 
     @property
     def _drops(self) -> bool:
@@ -442,6 +478,13 @@ class CompressedKVCache(_Base):
             protected = self._store.protected  # of these very rows, by a layer before
             self._build(layer)
             self._store.protected = protected
+
+    def _note_wait(self, rows: int) -> None:
+        """Say so where more tokens than the method allows wait, as floats, for the last layer of the group."""
+        if (most := self._recipe.most_raw) is not None and rows > most[1]:
+            field, limit = most
+            text = f"more tokens than {field}={limit} came at once and waited as floats for the last layer of a group"
+            self.notes = tuple(dict.fromkeys((*self.notes, text)))
 
     def use_arrays(self) -> None:
         """Nobody called ``attend`` for the last update: the model has attention code of its own."""

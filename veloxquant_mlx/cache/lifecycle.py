@@ -32,6 +32,7 @@ class Lifecycle:
 
     def __init__(self, recipe: Recipe, capacity: int | None, reporter: Reporter) -> None:
         self.eviction, self.guide, self.deferred = recipe.eviction, recipe.guide, recipe.deferred
+        self.most = recipe.most_raw[1] if recipe.deferred and recipe.most_raw is not None else None
         self.capacity, self.reporter = capacity, reporter
         self.phase = Phase.EMPTY
         self.new = 0
@@ -74,7 +75,8 @@ class Lifecycle:
             over = self.capacity is not None and store.live > self.capacity
             if ev.bounded or ends or over or (ev.per_step and not prompt):
                 self._evict(store, offset, prompt)
-        waits = self.deferred or (ev is not None and not ev.bounded)
+        patient = self.deferred and (self.most is None or store.n < self.most)
+        waits = patient or (ev is not None and not ev.bounded)
         if not waits or self.phase is Phase.DECODE:
             self._seal(store, offset, ends)
 
@@ -113,5 +115,5 @@ class Lifecycle:
             return
         begun = self.reporter.begin(store)
         known = None if self.guide is None else self.guide.rows(store, offset, ends)
-        if rows := store.seal(known, ends):
+        if rows := store.seal(known, ends, self.most):
             self.reporter.tell("encode", rows, begun, store, offset)

@@ -25,7 +25,7 @@ class Store:
     """
 
     def __init__(self, recipe: Recipe):
-        self.places = Places()
+        self.places, self.together = Places(), recipe.together
         self.keys, self.values = (StreamStore(spec, self.places) for spec in (recipe.keys, recipe.values))
         self.vacant: mx.array | None = None
         self.holes = False
@@ -96,12 +96,16 @@ class Store:
             self.positions = mx.concatenate([self.positions, new], axis=-1)
         self.row_aux = {name: mx.pad(a, [(0, 0), (0, 0), (0, count)]) for name, a in self.row_aux.items()}
 
-    def seal(self, rows: PerRow | None = None, ends: bool = False) -> int:
+    def seal(self, rows: PerRow | None = None, ends: bool = False, most: int | None = None) -> int:
         """Encode what has left the windows; returns the number of rows encoded, keys and values together.
 
-        ``rows`` answers what guided codecs get; ``ends``: the first prompt is complete.
+        ``rows`` answers what guided codecs get; ``ends``: the first prompt is complete; ``most`` rows do not wait for
+        that. Layers that are packed together only say here that they are ready (``cache.joint``).
         """
-        return self.keys.seal(rows, ends) + self.values.seal(rows, ends)
+        if self.together > 1:
+            self.numbers |= {"ready": self.n, "ends": int(ends)}
+            return 0
+        return self.keys.seal(rows, ends, most=most) + self.values.seal(rows, ends, most=most)
 
     # ------------------------------------------------------------------------------------------------------ dropping
 

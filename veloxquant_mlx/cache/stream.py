@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -114,7 +114,11 @@ class Block:
 
 
 class Packed(Block):
-    """Sealed codes of ``n`` tokens, in buffers that hold ``n`` rounded up to whole growth steps."""
+    """Sealed codes of ``n`` tokens, in buffers that hold ``n`` rounded up to whole growth steps.
+
+    Arrays that the codec's layout does not name have rows along axis 0, as many as they need, in the order of blocks;
+    the codec's ``cut`` knows whose they are.
+    """
 
     def __init__(self, codec: Codec):
         super().__init__(codec)
@@ -142,6 +146,9 @@ class Packed(Block):
                 self.codes[name] = grown
             index[axis] = slice(at, at + m // block * slots)
             self.codes[name][tuple(index)] = new
+        for name in codes.keys() - self.codec.layout.keys():  # rows that only some tokens have
+            old = [self.codes[name]] if name in self.codes else []
+            self.codes[name] = mx.concatenate([*old, codes[name]], axis=0)
         self.n = n
 
     def view(self) -> Codes:
@@ -202,24 +209,38 @@ class StreamStore:
 
     # ------------------------------------------------------------------------------------------------------- sealing
 
-    def seal(self, guide: PerRow | None = None, ends: bool = False) -> int:
-        """Encode every row that has left the window; returns how many. ``ends``: the first prompt is complete."""
+    def seal(
+        self,
+        guide: PerRow | None = None,
+        ends: bool = False,
+        others: Sequence[StreamStore] = (),
+        n: int | None = None,
+        most: int | None = None,
+    ) -> int:
+        """Encode every row that has left the window; returns how many. ``ends``: the first prompt is complete.
+
+        ``others`` are the same tensor of the layers that are packed together with this one. ``n``: rows that all of
+        them have (None: those of this one). ``most`` rows do not wait for the end of the prompt.
+        """
         if self.packed is None:
             return 0
+        n, streams = self.n if n is None else n, (self, *others)
         before = self.n_sealed
         if self.prompt is not None and (due := self.of_prompt(ends)):
             if self.prompt.spec.fit_rows and not self.packed.fitted:
-                self._fit(self.packed.spec.fit_rows)
-            rows, start = self._take(due)
-            self.prompt.codes, self.prompt.n = self._encode(self.prompt.codec, rows, start, guide), due
-        due = self.of_codec()
+                self._fit(self.packed.spec.fit_rows, streams)
+            self.prompt.codes, self.prompt.n = self._encode(self.prompt.codec, due, streams, guide), due
+        due = self.of_codec(n)
         if due > 0 and self.packed.spec.fit_rows and not self.packed.fitted:
             # The rows at the end of a prompt are the same however it came; later on only their number can be.
-            self._fit(self.packed.spec.fit_rows if ends else self.spec.first_rows)
+            early = self.spec.first_rows if most is None or n < most else most
+            self._fit(self.packed.spec.fit_rows if ends else early, streams)
         if due > 0:
-            rows, start = self._take(due)
-            self.packed.append(self._encode(self.packed.codec, rows, start, guide), due)
-        self._age(self.packed, self.n - self._of_block)
+            self.packed.append(self._encode(self.packed.codec, due, streams, guide), due)
+            for other in others:
+                assert other.packed is not None
+                other.packed.n = self.packed.n
+        self._age(self.packed, n - self._of_block)
         return self.n_sealed - before
 
     def of_prompt(self, ends: bool) -> int:
@@ -229,25 +250,32 @@ class StreamStore:
         fit = self.spec.first_rows if self.prompt.spec.fit_rows and not self.packed.fitted else 0
         return max(0, self.n - self.spec.sinks - self.spec.window) if self.n >= self.spec.sinks + fit else 0
 
-    def of_codec(self) -> int:
+    def of_codec(self, n: int | None = None) -> int:
         """Rows that the next ``seal`` encodes by ``codec``; those of the prompt's block do not count."""
         if self.packed is None:
             return 0
-        held = self._of_block
-        return max(0, self.spec.n_sealed(self.n - held, bool(self.packed.fitted)) - (self.n_sealed - held))
+        n, held = self.n if n is None else n, self._of_block
+        return max(0, self.spec.n_sealed(n - held, bool(self.packed.fitted)) - (self.n_sealed - held))
 
     @property
     def _of_block(self) -> int:
         return self.prompt.n if self.prompt is not None else 0
 
-    def _fit(self, n: int) -> None:
-        """Fit on the first ``n`` rows after the sinks and the prompt, or on all there are."""
+    def _fit(self, n: int, streams: Sequence[StreamStore]) -> None:
+        """Fit on the first ``n`` rows after the sinks and the prompt, or on all there are, of ``streams``."""
+        assert self.packed is not None
+        fitted = self.packed.spec.fit(_side_by_side([stream._front(n) for stream in streams]))
+        for stream in streams:
+            stream._learned(fitted)
+
+    def _front(self, n: int) -> mx.array:
+        """The first ``n`` float rows after the sinks as codecs see them; they stay."""
         self._fill_sinks()
         rows, start = self.tail.view(), self.sinks.n + self.n_sealed
-        assert rows is not None and self.packed is not None
+        assert rows is not None
         first = self._turn(rows[..., :n, :], start, back=True)
         n = first.shape[2]
-        self._learned(self.packed.spec.fit(self.exact.shielded(first, self._where(start, start + n), n)))
+        return self.exact.shielded(first, self._where(start, start + n), n)
 
     def _learned(self, fitted: Codes) -> None:
         """A fit serves every codec of the stream that asks for one."""
@@ -267,20 +295,23 @@ class StreamStore:
         if self.sinks.n < self.spec.sinks:
             self.sinks.append(self.tail.pop_front(self.spec.sinks - self.sinks.n))
 
-    def _take(self, m: int) -> tuple[mx.array, int]:
-        """The oldest ``m`` float rows after the sinks, taken out of the tail, and the index of the first."""
+    def _take(self, m: int, block: int) -> mx.array:
+        """The oldest ``m`` float rows after the sinks as codecs see them, taken out of the tail."""
         self._fill_sinks()
         rows, start = self.tail.pop_front(m), self.sinks.n + self.n_sealed
         self.exact.note(rows, self._where(start, start + m))
-        return rows, start
-
-    def _encode(self, codec: Codec, rows: mx.array, start: int, guide: PerRow | None) -> Codes:
         rows = self._turn(rows, start, back=True)
-        if codec.block > 1:  # single tokens share no range
-            rows = self.exact.shielded(rows, self._where(start, start + rows.shape[2]), codec.block)
+        if block > 1:  # single tokens share no range
+            rows = self.exact.shielded(rows, self._where(start, start + m), block)
+        return rows
+
+    def _encode(self, codec: Codec, m: int, streams: Sequence[StreamStore], guide: PerRow | None) -> Codes:
+        """Codes of the oldest ``m`` float rows of ``streams``, which lose them."""
+        rows = _side_by_side([stream._take(m, codec.block) for stream in streams])
+        start = self.sinks.n + self.n_sealed
         if isinstance(codec, GuidedCodec):
             assert guide is not None, "a guided codec needs a recipe with a guide"
-            return codec.encode_guided(rows, guide(start, start + rows.shape[2]))
+            return codec.encode_guided(rows, guide(start, start + m))
         return codec.encode(rows)
 
     def _turn(self, rows: mx.array, start: int, back: bool = False) -> mx.array:
@@ -510,6 +541,10 @@ class StreamStore:
 
     # -------------------------------------------------------------------------------------------------------- arrays
 
+    def remarks(self) -> tuple[str, ...]:
+        """What codecs say of the rows that they hold, for the receipt."""
+        return tuple(text for part in self._sealed() for text in part.codec.remarks(part.codes))
+
     def arrays(self) -> dict[str, mx.array]:
         """Every array held, by name."""
         out = {name: rows.data for name, rows in (("sinks", self.sinks), ("tail", self.tail)) if rows.data is not None}
@@ -520,7 +555,9 @@ class StreamStore:
         if self.prompt is not None:
             out |= {f"prompt.{name}": a for name, a in self.prompt.codes.items()}
         if self.packed is not None:
-            out |= {f"fitted.{name}": a for name, a in self.packed.fitted.items()} | self.packed.codes
+            own = self.packed.spec.owns
+            out |= {f"fitted.{name}": a for name, a in self.packed.fitted.items() if own(name)}
+            out |= {name: a for name, a in self.packed.codes.items() if own(name)}
         for i, part in enumerate(self.older):
             out |= {f"older{i}.{name}": a for name, a in part.codes.items()}
         return out
@@ -558,6 +595,11 @@ class StreamStore:
 
     def _parts(self) -> list[Rows | Block | None]:
         return [self.sinks, self.prompt, self.packed, self.tail, *self.older]
+
+
+def _side_by_side(rows: Sequence[mx.array]) -> mx.array:
+    """Rows ``(B, H, n, D)`` of layers that are packed together as one ``(B, G H, n, D)``."""
+    return rows[0] if len(rows) == 1 else mx.concatenate(list(rows), axis=1)
 
 
 def _slice(rows: Rows, start: int, stop: int) -> mx.array:

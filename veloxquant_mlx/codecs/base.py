@@ -137,6 +137,14 @@ class Codec(ABC):
         low, high = start // self.block * self.block, -(-stop // self.block) * self.block
         return self.decode(self.cut(codes, low, high), dtype)[..., start - low : stop - low, :]
 
+    def remarks(self, codes: Codes) -> tuple[str, ...]:
+        """What the receipt says of these codes beyond their bytes; may wait for numbers."""
+        return ()
+
+    def owns(self, name: str) -> bool:
+        """Whether the array ``name`` of codes or fit belongs to this codec's layer; no where layers share it."""
+        return True
+
     def n_tokens(self, codes: Codes) -> int:
         """How many tokens the codes hold."""
         name, (axis, slots) = next(iter(self.layout.items()))
