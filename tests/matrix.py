@@ -16,6 +16,7 @@ from tests.formulas_axes import kvtc, spectral, svdq
 from tests.formulas_gear import gear
 from tests.formulas_kvzip import latest
 from tests.formulas_nestedkv import competing
+from tests.formulas_palu import palu
 from tests.formulas_zipcache import zipcache
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
@@ -431,6 +432,16 @@ ROWS = (
         kvtc(144, 64, 32),
         {"kvtc_bit_budget": 144, "kvtc_bit_choices": (0, 4), "residual_length": 32, "n_calib_tokens": 64},
         identity=67,
+    ),
+    Row(
+        "palu",
+        "palu",
+        palu(8, 2, 33),
+        {"palu_rank": 8, "palu_n_head_groups": 2},
+        identity=32,
+        channel_bits=1,
+        value_bits=1,
+        prompt_block=True,
     ),
     Row("amc", "amc", amc(0.2, 0.3, 32, 64), {}, identity=63, channel_bits=1, value_bits=1, prompt_block=True),
     Row(

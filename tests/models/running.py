@@ -48,6 +48,7 @@ FINE: dict[str, dict[str, Any]] = {
     "spectral": {"bit_width_inlier": 8},
     "svdq": {"svdq_bit_schedule": (8,)},
     "kvtc": {"kvtc_bit_choices": (8,), "kvtc_bit_budget": 2064},
+    "palu": {"palu_rank": None, "palu_energy_threshold": 1.0, "palu_hi_bit": 16, "palu_lo_bit": 16},
     "polar": {"bit_width_inlier": 6},
     "nsnquant": {"nsn_codebook_size": 64, "nsn_subvector_dim": 1},
     "qjl": {"bit_width_inlier": 8, "jl_dim": 1 << 13, "n_outlier_channels": 0},  # noise falls with the root only

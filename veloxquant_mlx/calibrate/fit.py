@@ -15,6 +15,7 @@ from ..methods._method import refuse
 from .a2ats import a2ats_index
 from .axes import kvtc_axes, spectral_axes
 from .collect import Progress, Sample, collect, hooked_slots
+from .palu import palu_axes
 from .qfilters import ANISOTROPIC, query_filters
 from .tiers import amc_axes
 from .vecinfer import vecinfer_codebooks
@@ -41,6 +42,7 @@ CALIBRATORS: Mapping[str, Calibrator] = {
     "a2ats": Calibrator(("queries", "keys"), a2ats_index),
     "amc": Calibrator(("keys", "values"), amc_axes),
     "kvtc": Calibrator(("keys", "values"), kvtc_axes),
+    "palu": Calibrator(("keys", "values"), palu_axes),
     "qfilters": Calibrator(("queries",), _qfilters),
     "spectral": Calibrator(("keys", "values"), spectral_axes),
     "vecinfer": Calibrator(("keys", "values"), vecinfer_codebooks),

@@ -59,6 +59,7 @@ SHOWN: Shown = (
     ("spectral, 4 bits", {"method": "spectral", "bit_width_inlier": 4}),
     ("svdq, keys alone", {"method": "svdq"}),
     ("kvtc, 256 bits a row", {"method": "kvtc", "kvtc_bit_budget": 256}),
+    ("palu, 4 and 2 bits", {"method": "palu"}),
     ("anchorkv, 5 % at most", {"method": "anchorkv"}),
     ("a2ats, reads a fifth", {"method": "a2ats"}),
     ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),

@@ -22,10 +22,17 @@ def row_rms(x: mx.array) -> mx.array:
 def principal_axes(x: mx.array) -> tuple[mx.array, mx.array]:
     """Axes ``(B, H, D, D)``, one per column, and their energies ``(B, H, D)`` in ``x`` ``(B, H, n, D)``, descending.
 
-    Energies are squared singular values (nothing is centred). The largest entry of every axis is positive, so that
-    axes do not depend on the machine's sign. Decomposed in float32 on the CPU, which the GPU does not wait for.
+    Energies are squared singular values (nothing is centred).
     """
-    gram = x.swapaxes(-1, -2) @ x
+    return gram_axes(x.swapaxes(-1, -2) @ x)
+
+
+def gram_axes(gram: mx.array) -> tuple[mx.array, mx.array]:
+    """Axes and energies as of ``principal_axes``, from the Gram matrix ``(B, H, D, D)`` of the rows.
+
+    The largest entry of every axis is positive, so that axes do not depend on the machine's sign. Decomposed in float32
+    on the CPU, which the GPU does not wait for. Energies below 0 count as 0 and stay last.
+    """
     gram = mx.where(mx.isfinite(gram), gram, 0.0)  # LAPACK may never return; rows that are not finite raise elsewhere
     energy, axes = mx.linalg.eigh(gram, stream=mx.cpu)  # type: ignore[arg-type]
     energy, axes = mx.maximum(energy[..., ::-1], 0.0), axes[..., ::-1]

@@ -41,16 +41,16 @@ class _Attended(Exception):
 
 
 class _ProbeCache:
-    """Records the keys of one token at ``offset`` and whether the seam is reached."""
+    """Records the keys and values of one token at ``offset`` and whether the seam is reached."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
         self.shared = False
         self.keys: mx.array | None = None
-        self._issued: tuple[mx.array, mx.array] | None = None
+        self.values: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys, self._issued = keys, (keys, values)
+        self.keys, self.values = keys, values
         return keys, values
 
     def attend(self, queries: mx.array, *, scale: float, mask: Any, sinks: Any) -> NoReturn:
@@ -124,8 +124,23 @@ def _keys_at(attention: nn.Module, width: int, position: int, size: float = 1.0)
 
     ``size`` multiplies the token.
     """
-    cache = _ProbeCache(position)
     token = mx.array(size * np.random.default_rng(0).standard_normal((1, 1, width)), dtype=_float_dtype(attention))
+    keys, _, hooked = _rows(attention, token, position)
+    return keys.astype(mx.float32), hooked
+
+
+def first_rows(attention: nn.Module, hidden: np.ndarray) -> tuple[mx.array, mx.array]:
+    """Keys and values ``(N, H, 1, D)``, float32, of hidden states ``(N, width)``, each of a token at position 0.
+
+    Queries are not computed. Raises what the model's own code raises.
+    """
+    keys, values, _ = _rows(attention, mx.array(hidden[:, None], dtype=_float_dtype(attention)), 0)
+    return keys.astype(mx.float32), values.astype(mx.float32)
+
+
+def _rows(attention: nn.Module, token: mx.array, position: int) -> tuple[mx.array, mx.array, bool | None]:
+    """What the layer gives its cache for hidden states ``(B, 1, width)``, and whether the seam is reached."""
+    cache = _ProbeCache(position)
     try:
         attention(token, **_arguments(attention, token, cache))
         hooked = False
@@ -135,9 +150,9 @@ def _keys_at(attention: nn.Module, width: int, position: int, size: float = 1.0)
         if cache.keys is None:
             raise
         hooked = None  # failed between the cache and attention, for lack of a real mask or scale
-    if cache.keys is None:
+    if cache.keys is None or cache.values is None:
         raise QuantizerConfigError(f"{type(attention).__name__} never updated its cache")
-    return cache.keys.astype(mx.float32), hooked
+    return cache.keys, cache.values, hooked
 
 
 def _float_dtype(module: nn.Module) -> mx.Dtype:
