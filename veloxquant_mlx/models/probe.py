@@ -47,10 +47,10 @@ class _ProbeCache:
         self.offset = offset
         self.shared = False
         self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self._issued: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys, self.values = keys, values
+        self.keys, self._issued = keys, (keys, values)
         return keys, values
 
     def attend(self, queries: mx.array, *, scale: float, mask: Any, sinks: Any) -> NoReturn:
@@ -150,9 +150,9 @@ def _rows(attention: nn.Module, token: mx.array, position: int) -> tuple[mx.arra
         if cache.keys is None:
             raise
         hooked = None  # failed between the cache and attention, for lack of a real mask or scale
-    if cache.keys is None or cache.values is None:
+    if cache._issued is None:
         raise QuantizerConfigError(f"{type(attention).__name__} never updated its cache")
-    return cache.keys, cache.values, hooked
+    return *cache._issued, hooked
 
 
 def _float_dtype(module: nn.Module) -> mx.Dtype:
