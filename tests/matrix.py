@@ -451,6 +451,15 @@ ROWS = (
         {"key_codebook_bits": 8, "key_sub_dim": 8, "residual_length": 32, "n_calib_tokens": 64},
         identity=63,
     ),
+    # A cache by itself shares with nobody; tests/properties/test_joint.py runs groups.
+    Row(
+        "xquant",
+        "xquant",
+        kivi(2, 32, 32),
+        {"residual_length": 32},
+        identity=31,
+        channel_bits=2,
+    ),
     Row(
         "anchorkv",
         "anchorkv",

@@ -42,6 +42,7 @@ SHOWN: Shown = (
     ("kitty, 2 and 4 bits", {"method": "kitty"}),
     ("adakv, 2.5 bits", {"method": "adakv"}),
     ("gear, 2 bits", {"method": "gear"}),
+    ("xquant, 2 + 4 bits", {"method": "xquant"}),
     ("zipcache, 4 and 2 bits", {"method": "zipcache"}),
     ("turboquant_mse, 4 bits", {"method": "turboquant_mse", "bit_width_inlier": 4}),
     ("turboquant_prod, 4 bits", {"method": "turboquant_prod", "bit_width_inlier": 4}),
