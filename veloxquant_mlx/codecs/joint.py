@@ -25,7 +25,7 @@ class JointCodec(Codec):
 
     def parts(self, x: mx.array) -> list[mx.array]:
         """The rows ``(B, H, n, D)`` of each layer."""
-        return mx.split(x, self.members, axis=1) if self.members > 1 else [x]
+        return list(mx.split(x, self.members, axis=1)) if self.members > 1 else [x]
 
     def own(self, name: str) -> str:
         """The name of this layer's own array."""
@@ -35,16 +35,17 @@ class JointCodec(Codec):
 class JointRows(JointCodec):
     """Rows as they come, each layer its own: what a joint codec becomes where sharing would save nothing.
 
-    Codes: ``m<j>.rows`` ``(B, H, n, D)`` of every layer, in the dtype that they came in.
+    Codes: ``m<j>.rows`` ``(B, H, n, D)`` of every layer, in ``dtype`` or the one that they came in.
     """
 
-    def __init__(self, members: int = 1, member: int = 0, why: str = "") -> None:
+    def __init__(self, members: int = 1, member: int = 0, why: str = "", dtype: mx.Dtype | None = None) -> None:
         super().__init__(members, member)
-        self.why = why
+        self.why, self.dtype = why, dtype
         self.layout = {f"m{j}.rows": Axis(2, 1) for j in range(members)}
 
     def encode(self, x: mx.array) -> Codes:
-        return {f"m{j}.rows": part for j, part in enumerate(self.parts(x))}
+        rows = x if self.dtype is None else cast(x, self.dtype)
+        return {f"m{j}.rows": part for j, part in enumerate(self.parts(rows))}
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         return cast(codes[self.own("rows")], dtype)
