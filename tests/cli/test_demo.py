@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -50,6 +51,11 @@ def test_the_command_refuses_before_it_loads_a_model(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_help_names_the_options_and_the_extra():
+    told = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).stdout
+    assert all(text in told for text in ("--all", "--methods", "'veloxquant-mlx[demo]'"))
+
+
 def test_the_table_marks_right_and_wrong_answers():
     measured = demo.Measurement(96, 2**20, 4.0, 0.01, 0.1, 0.2, 0.9, 8.0, 0.75, 5.0, 0)
     rows = [demo.Row("good", "kivi", measured, "It is Marigold."), demo.Row("bad", "streaming_llm", measured, "")]
@@ -73,6 +79,37 @@ def test_the_table_is_whole_at_80_columns():
     assert "…" not in text and all(row.label in text for row in rows)
     assert all(figure in text for figure in ("32.0 MiB", "14.05x", "0.0123", "100%", "10.75x"))
     assert "✓" not in text and str(demo.answer_of(rows[0])) == "✗ x"
+
+
+def test_of_more_rows_than_lines_the_running_one_is_in_sight(monkeypatch, tmp_path):
+    """Rich cuts what does not fit into the terminal from below: the bar that moves must not be there."""
+    seen, height = [], 10
+    measured = demo.Measurement(96, 2**20, 4.0, 0.01, 0.1, 0.2, 0.9, 8.0, 0.75, 5.0, 0)
+
+    class Bench:
+        def __init__(self, *_):
+            pass
+
+        def show(self, progress, task):
+            visible = [one.id for one in progress.tasks if one.visible]
+            seen.append((task, task in visible, len(visible)))
+
+        def uncompressed(self):
+            return demo.Row("uncompressed", "none", measured, "")
+
+        def compressed(self, label, config):
+            return demo.Row(label, config.method, measured, "")
+
+    monkeypatch.setattr(demo, "_Bench", Bench)
+    monkeypatch.setattr(demo, "ensure_model", lambda *_: tmp_path)
+    monkeypatch.setattr(demo, "load", lambda _: (None, SimpleNamespace(encode=str.split)))
+    monkeypatch.setattr(demo, "prompt_ids", lambda *_: [1])
+    monkeypatch.setattr(demo, "remember_tokenizer", lambda *_: None)
+    told = io.StringIO()
+    demo.run_demo(tmp_path, demo.SHOWN, Console(file=told), Console(file=io.StringIO(), width=80, height=height), False)
+    assert [task for task, _, _ in seen] == list(range(len(demo.SHOWN) + 1))
+    assert all(shown and count < height for _, shown, count in seen)
+    assert all(label in told.getvalue() for label, _ in demo.SHOWN)
 
 
 @pytest.mark.real_model

