@@ -18,8 +18,11 @@ SIZES = (1, 2, 3, 5)
 METHODS: dict[str, dict[str, Any]] = {
     "xquant": {"residual_length": 32},
     "xquant paper": {"residual_length": 32, "xquant_residual_bits": 0, "xquant_base_bits": 3},
+    # two and three layers retain some pairs, the keys of five so many that they stay as they came
+    "minicache": {"minicache_retention_threshold": 0.95, "minicache_max_ctx": 64},
+    "xkv": {"xkv_rank": 16},
 }
-WAITS: tuple[str, ...] = ()
+WAITS: tuple[str, ...] = ("xkv",)
 
 
 def layers(count: int, seed: int = 0, tokens: int = 300, shape: Shape = (1, 2, 64, 64)) -> list[Tensors]:

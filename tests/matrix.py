@@ -40,7 +40,7 @@ class Row:
     ``identity`` is the number of tokens up to which nothing is changed. ``channel_bits``: the fewest bits of keys that
     are coded in groups of tokens, so that a group which is cut by a trim is coded anew later. ``prompt_block``: the
     first prompt is coded as one block, so that it matters where it ends. ``value_bits``: like ``channel_bits`` for
-    values, where they are packed in blocks. ``indexes``: nothing is encoded, an index is added.
+    values, where they are packed in blocks. ``indexes``: nothing is encoded, at most an index is added.
     """
 
     id: str
@@ -293,6 +293,27 @@ def vecinfer(bits: tuple[int, int], sub: tuple[int, int], residual: int, fit: in
     return held
 
 
+def floats(tokens: int, shape: Shape, itemsize: int) -> int:
+    """Rows as they came."""
+    b, h, dk, dv = shape
+    return b * h * up(tokens, GROW) * (dk + dv) * itemsize
+
+
+def xkv(bits: int, rank: int) -> Callable[[int, Shape, int], int]:
+    """Blocks of 32 once there are 4 tokens per latent, a byte and two float16 per latent each; float16 bases."""
+
+    def held(tokens: int, shape: Shape, itemsize: int) -> int:
+        b, h, dk, dv = shape
+        total = 0
+        for d, r in ((dk, rank), (dv, math.ceil(1.5 * rank))):
+            n = tokens // 32 * 32 if tokens >= 4 * r else 0
+            total += up(n, GROW) * r * (bits + 1) // 8 + up(n, GROW) // 32 + (h * d * r * 2 + 8 if n else 0)
+            total += h * (tokens - n) * d * itemsize
+        return b * total
+
+    return held
+
+
 def fitted(budget: int) -> Callable[[int, Shape, int], int]:
     """As ``observed``, with the float32 filters that were fitted on all queries held until then."""
 
@@ -443,6 +464,7 @@ ROWS = (
         value_bits=1,
         prompt_block=True,
     ),
+    Row("xkv", "xkv", xkv(4, 16), {"xkv_rank": 16}, identity=63, channel_bits=4, value_bits=4, prompt_block=True),
     Row("amc", "amc", amc(0.2, 0.3, 32, 64), {}, identity=63, channel_bits=1, value_bits=1, prompt_block=True),
     Row(
         "vecinfer",
@@ -460,6 +482,8 @@ ROWS = (
         identity=31,
         channel_bits=2,
     ),
+    # A cache by itself is not merged with another: floats with room to grow. tests/properties/test_joint.py runs groups.
+    Row("minicache", "minicache", floats, identity=300, indexes=True),
     Row(
         "anchorkv",
         "anchorkv",

@@ -18,7 +18,7 @@ def test_the_table_of_methods_is_up_to_date():
 
 def test_the_count_of_missing_methods_is_right():
     missing = sum(not method(name).built for name in METHODS)
-    assert f"- {missing} methods " in TEXT
+    assert re.findall(r"- (\d+) methods? .*still to come", TEXT) == [str(missing)] * (missing > 0)
 
 
 def test_the_commands_exist():

@@ -61,6 +61,7 @@ SHOWN: Shown = (
     ("svdq, keys alone", {"method": "svdq"}),
     ("kvtc, 256 bits a row", {"method": "kvtc", "kvtc_bit_budget": 256}),
     ("palu, 4 and 2 bits", {"method": "palu"}),
+    ("xkv, 4-bit latents", {"method": "xkv"}),
     ("anchorkv, 5 % at most", {"method": "anchorkv"}),
     ("a2ats, reads a fifth", {"method": "a2ats"}),
     ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
