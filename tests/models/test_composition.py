@@ -14,11 +14,11 @@ import pytest
 from tests.matrix import feed, tensors
 from tests.models import tiny
 from tests.models.running import decode, prefill
-from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, cache_report, load_cache, save_cache
+from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, QuantizerConfigError, cache_report, load_cache, save_cache
 from veloxquant_mlx.attention import masks, reference
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.registry import METHODS, method
-from veloxquant_mlx.core.types import LayerInfo
+from veloxquant_mlx.core.types import LayerInfo, Recipe
 
 BUDGET, PROMPT, STEPS = 96, 150, 30
 # What lets a method pack within so few rows.
@@ -39,6 +39,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "kvzip": {"kvzip_probe": "latest"},
     "qfilters": {"qfilters_on_low_retention": "ignore"},
 }
+# Two layers are few: they are a group.
+START: dict[str, dict[str, Any]] = {"minicache": {"minicache_start_frac": 0.0}}
 
 
 def config_of(name: str) -> KVCacheConfig:
@@ -49,13 +51,15 @@ def config_of(name: str) -> KVCacheConfig:
     return KVCacheConfig(**{"method": name, "head_dim": 32, **fields, **SMALL.get(name, {})})
 
 
-def drops(name: str) -> bool:
-    return method(name).recipe(config_of(name), LayerInfo(head_dim=32, value_dim=32, kv_heads=2)).eviction is not None
+def recipe(name: str) -> Recipe:
+    """What the method makes of a layer that may be packed together with another."""
+    return method(name).recipe(config_of(name), LayerInfo(head_dim=32, value_dim=32, kv_heads=2, members=2))
 
 
 BUILT = [name for name in METHODS if method(name).built]
-DROPPING = [name for name in BUILT if drops(name)]
-PACKING = [name for name in BUILT if name not in DROPPING]
+DROPPING = [name for name in BUILT if recipe(name).eviction is not None]
+JOINT = [name for name in BUILT if recipe(name).together > 1]
+PACKING = [name for name in BUILT if name not in DROPPING and name not in JOINT]
 
 
 @functools.cache
@@ -68,6 +72,13 @@ def alone(name: str) -> tuple[list[Any], np.ndarray]:
     """Caches of the dropping method by itself after the prompt, and the prompt's logits."""
     caches = KVCacheBuilder.for_model(model(), config_of(name))
     return caches, prefill(model(), caches, tiny.tokens(PROMPT), 50)
+
+
+@pytest.mark.parametrize("packing", JOINT)
+def test_layers_that_are_packed_together_must_hold_the_same_tokens(packing: str) -> None:
+    pair = [config_of("snapkv"), dataclasses.replace(config_of(packing), **START.get(packing, {}))]
+    with pytest.raises(QuantizerConfigError, match="packs several layers together"):
+        KVCacheBuilder.for_model(model(), pair)
 
 
 @pytest.mark.parametrize("packing", PACKING)
