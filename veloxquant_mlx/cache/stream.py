@@ -234,7 +234,8 @@ class StreamStore:
         if due > 0 and self.packed.spec.fit_rows and not self.packed.fitted:
             # The rows at the end of a prompt are the same however it came; later on only their number can be.
             early = self.spec.first_rows if most is None or n < most else most
-            self._fit(self.packed.spec.fit_rows if ends else early, streams)
+            # Of layers that are packed together some may have newer rows than all have.
+            self._fit(min(self.packed.spec.fit_rows, n - self.spec.sinks) if ends else early, streams)
         if due > 0:
             self.packed.append(self._encode(self.packed.codec, due, streams, guide), due)
             for other in others:
