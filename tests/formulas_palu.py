@@ -15,15 +15,15 @@ def row_bytes(latents: int, bits: tuple[int, int] = (4, 2), share: float = 0.25,
     return sum(2 * n if b == 16 else ceil(n * b / 8) + 4 * ceil(n / group) for b, n in tiers)
 
 
-def palu(rank: int, groups: int, fit: int) -> Callable[[int, tuple[int, int, int, int], int], int]:
-    """``rank`` latents per head of the largest group, in every group; a float16 basis; floats before ``fit`` tokens."""
+def palu(rank: int, groups: int) -> Callable[[int, tuple[int, int, int, int], int], int]:
+    """``rank`` latents per head of the largest group, in every group and a float16 basis, once there are 4 tokens for each."""
 
     def held(tokens: int, shape: tuple[int, int, int, int], itemsize: int) -> int:
         b, h, *dims = shape
-        if tokens < fit:
-            return b * h * tokens * sum(dims) * itemsize
         count = min(groups, h)
         latents = -(-h // count) * rank
+        if tokens <= 4 * latents:
+            return b * h * tokens * sum(dims) * itemsize
         room = -(-tokens // GROW) * GROW
         return b * (2 * count * room * row_bytes(latents) + h * sum(dims) * latents * 2)
 

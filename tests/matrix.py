@@ -457,7 +457,7 @@ ROWS = (
     Row(
         "palu",
         "palu",
-        palu(8, 2, 33),
+        palu(8, 2),
         {"palu_rank": 8, "palu_n_head_groups": 2},
         identity=32,
         channel_bits=1,
@@ -482,7 +482,7 @@ ROWS = (
         identity=31,
         channel_bits=2,
     ),
-    # A cache by itself is not merged with another: floats with room to grow. tests/properties/test_joint.py runs groups.
+    # A cache by itself is merged with none: floats with room to grow. tests/properties/test_joint.py runs groups.
     Row("minicache", "minicache", floats, identity=300, indexes=True),
     Row(
         "anchorkv",

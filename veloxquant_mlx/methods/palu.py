@@ -10,8 +10,8 @@ latents and expanded once per query row. Where the basis of a group comes from, 
 - the weights of the layer, whenever a model is at hand: the paper's basis without whitening. Not for keys that are
   normed after their projection (Qwen3, Gemma 3) or that turn in a way that is not known;
 - the sequence itself: its first ``n_calib_tokens`` (which has it so even where there are weights), or the prompt when
-  it ends. Then the basis belongs to the sequence, and is only made of more than four tokens per latent: until there
-  are enough rows stay as they are, and where the number of heads is not known, latents are fewer.
+  it ends. Then the basis belongs to the sequence, and is made of more than four tokens per latent: rows stay as they
+  are until there are so many. Where a method drops tokens first, what stays may be fewer, and latents are then too.
 
 [design] The paper has one width and gives layers their ranks by Fisher information; here the leading latents get
 ``palu_hi_bit`` and the others ``palu_lo_bit`` (equal: the paper's), 16 bits are float16, and ranks follow
@@ -122,7 +122,7 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
         least = calib or ROWS_PER_LATENT * heads * rank + 1
         streams[part] = Stream(codec, fit_rows=least)
         when = f"the first {calib} tokens" if calib else f"the prompt when it ends, once there are {least} tokens"
-        reason = bases.get(part, "") if layer.kv_heads else "no model is at hand"
+        reason = "" if calib else bases.get(part, "no model is at hand")
         told.append(f"{name}: basis_source: {when}" + (f" ({reason})" if reason else ""))
     own = any(stream.fit_rows for stream in streams.values())
     return Recipe(
