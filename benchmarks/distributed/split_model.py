@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kivi_sink": {"bit_width_inlier": 4, "residual_length": 32},
     "kitty": {"residual_length": 64},
     "xquant": {"xquant_base_bits": 4, "residual_length": 32},
+    "minicache": {"minicache_start_frac": 0.0, "minicache_retention_threshold": -1.0, "minicache_max_ctx": 32},
     "amc": {},
     "vecinfer": {"key_codebook_bits": 8, "key_sub_dim": 8, "residual_length": 32, "n_calib_tokens": 64},
     "age_tiered": {"age_recent_boundary": 64, "age_mid_boundary": 96},

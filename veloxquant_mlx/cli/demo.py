@@ -43,6 +43,7 @@ SHOWN: Shown = (
     ("adakv, 2.5 bits", {"method": "adakv"}),
     ("gear, 2 bits", {"method": "gear"}),
     ("xquant, 2 + 4 bits", {"method": "xquant"}),
+    ("minicache", {"method": "minicache"}),
     ("zipcache, 4 and 2 bits", {"method": "zipcache"}),
     ("turboquant_mse, 4 bits", {"method": "turboquant_mse", "bit_width_inlier": 4}),
     ("turboquant_prod, 4 bits", {"method": "turboquant_prod", "bit_width_inlier": 4}),
