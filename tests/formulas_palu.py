@@ -16,7 +16,7 @@ def row_bytes(latents: int, bits: tuple[int, int] = (4, 2), share: float = 0.25,
 
 
 def palu(rank: int, groups: int) -> Callable[[int, tuple[int, int, int, int], int], int]:
-    """``rank`` latents per head of the largest group, in every group, and a float16 basis; 4 tokens for each come first."""
+    """``rank`` latents per head of the largest group, in all groups, and a float16 basis, from 4 tokens for each on."""
 
     def held(tokens: int, shape: tuple[int, int, int, int], itemsize: int) -> int:
         b, h, *dims = shape

@@ -13,7 +13,7 @@ import pytest
 from tests.formulas_palu import row_bytes
 from tests.matrix import feed, identical, same_state, split, stored_bytes, tensors
 from tests.models import tiny
-from tests.models.running import decode, prefill
+from tests.models.running import decode, prefill, token_list
 from tests.parts.test_kvtc import relative, rows
 from veloxquant_mlx import (
     KVCacheBuilder,
@@ -435,7 +435,7 @@ def test_keys_that_turn_in_an_unknown_way() -> None:
 def test_artifact(tmp_path: Path) -> None:
     """The Gram matrix of a text: as a fit on its rows would have it; comes before weights; shared by all caches."""
     model = tiny.build("qwen2")
-    made, remarks = fit_artifact(model, [tiny.tokens(300)[0].tolist()], "palu")
+    made, remarks = fit_artifact(model, [token_list(300)], "palu")
     assert "latents hold 90 % of the keys" in remarks[0]
     made.save(tmp_path / "axes")
     artifact = CalibrationArtifact.load(tmp_path / "axes")
@@ -475,7 +475,8 @@ def test_weights_are_shared_and_saved(tmp_path: Path) -> None:
     loaded = load_cache(tmp_path / "file", model)
     for one, other in zip(a, loaded, strict=True):
         assert same_state(one, other) and one.nbytes == other.nbytes and notes(one) == notes(other)
-    assert np.array_equal(*(decode(model, c, tiny.tokens(5, seed=3)) for c in (a, loaded)))
+    more, again = (decode(model, c, tiny.tokens(5, seed=3)) for c in (a, loaded))
+    assert np.array_equal(more, again)
 
 
 def test_fixed_tokens_beat_weights() -> None:
