@@ -75,9 +75,10 @@ class CompressedKVCache(_Base):
 
     ``update_and_fetch`` only appends; ``attend`` computes over everything held with the model's real queries, then
     rows that left their window are encoded and rows that the policy gives up are dropped (``lifecycle.py``). Counters
-    are Python ints. Decoding does not wait for the device, save where chunkkv exceeds its ``capacity``; a prompt does
-    where a policy drops rows (so that their memory is free at once), where it attends block by block, and where gear
-    chooses its rank by energy. With observers every event waits.
+    are Python ints. Decoding does not wait for the device, save where chunkkv exceeds its ``capacity``, and once for
+    every block of rows of which minicache or xkv keep some exact; a prompt does where a policy drops rows (so that
+    their memory is free at once), where it attends block by block, and where gear chooses its rank by energy. With
+    observers every event waits.
 
     ``offset`` is the number of tokens seen (the position of the next token), whatever is still held. Geometry and
     dtype come from the first update. Raises CacheInputError for tensors that do not fit (the cache is unchanged) and
