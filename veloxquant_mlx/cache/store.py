@@ -7,7 +7,8 @@ import mlx.core as mx
 from ..core.types import Recipe
 from .exact import NOBODY
 from .places import Places
-from .stream import GROW, PerRow, StreamStore
+from .rows import GROW
+from .stream import PerRow, StreamStore
 
 __all__ = ["GROW", "Store"]
 

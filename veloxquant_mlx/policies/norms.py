@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..cache.stream import take_rows
+from ..codecs.base import take_rows
 from .heads import SCRATCH
 from .scores import Score
 
