@@ -50,8 +50,8 @@ def leading_axes(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """The first ``k`` axes ``(B, H, D, k)`` and energies ``(B, H, k)`` of ``principal_axes``.
 
     Among many channels by a seeded random search (Halko, Martinsson, Tropp, arXiv 0909.4061) with two power steps: the
-    energy left out is then that of the best axes but for a hundredth at most, and no matrix to decompose is larger than
-    ``k + 8``.
+    energy left out is then that of the best axes, or a few hundredths more where energies fall slowly, and no matrix to
+    decompose is larger than ``k + 8``.
     """
     dim = x.shape[-1]
     if dim <= MOST_CHANNELS or k + SPARE >= dim:
