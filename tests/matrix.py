@@ -482,8 +482,15 @@ ROWS = (
         identity=31,
         channel_bits=2,
     ),
-    # A cache by itself is merged with none: floats with room to grow. tests/properties/test_joint.py runs groups.
-    Row("minicache", "minicache", floats, identity=300, indexes=True),
+    # A cache by itself is merged with none: floats with room to grow. In models, two thirds of the rows are merged.
+    Row(
+        "minicache",
+        "minicache",
+        floats,
+        {"minicache_start_frac": 0.0, "minicache_retention_threshold": -0.1, "minicache_max_ctx": 64},
+        identity=300,
+        indexes=True,
+    ),
     Row(
         "anchorkv",
         "anchorkv",
