@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "xquant": {"residual_length": 32},
     "xquant paper": {"residual_length": 32, "xquant_residual_bits": 0, "xquant_base_bits": 3},
     # two and three layers retain some pairs, the keys of five so many that they stay as they came
-    "minicache": {"minicache_retention_threshold": 0.95, "minicache_max_ctx": 64},
+    "minicache": {"minicache_start_frac": 0.0, "minicache_retention_threshold": 0.95, "minicache_max_ctx": 64},
     "xkv": {"xkv_rank": 16},
 }
 WAITS: tuple[str, ...] = ("xkv",)
@@ -40,11 +41,8 @@ def group(
 ) -> list[CompressedKVCache]:
     """Empty caches of one group."""
     config = KVCacheConfig(**{"method": name.partition(" ")[0], **METHODS[name], **fields})
-    info = {"head_dim": shape[2], "value_dim": shape[3], "kv_heads": shape[1], "n_layers": members}
-    return [
-        CompressedKVCache(config, LayerInfo(**info, index=j, rank=j, group=number, member=j, members=members))
-        for j in range(members)
-    ]
+    first = LayerInfo(shape[2], shape[3], shape[1], n_layers=members, group=number, members=members)
+    return [CompressedKVCache(config, replace(first, index=j, rank=j, member=j)) for j in range(members)]
 
 
 def run(caches: Sequence[CompressedKVCache], data: Sequence[Tensors], chunks: Sequence[int]) -> list[mx.array]:

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -35,11 +36,12 @@ def prompt(n: int = T) -> list[int]:
 @pytest.mark.parametrize("members", SIZES)
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_state_does_not_depend_on_chunks(name: str, members: int, chunk: int) -> None:
-    """Where a fit waits for the end of the prompt, the prompts are the same; the rest comes token by token."""
-    data, first = layers(members), 200 if name in WAITS else 0
+    """Where a fit waits for the end of the prompt, the prompts are the same: the second of two tokens would end one."""
+    data, first = layers(members), 201 if name in WAITS else 0
     once, often = group(name, members), group(name, members)
-    run(once, data, [*prompt(first), T - first] if first else [T])
-    run(often, data, [*([*split(first - 1, chunk), 1] if first else []), *split(T - first, chunk)])
+    run(once, data, [*prompt(first), *prompt(T - first)] if first else [T])
+    pieces = [size for n in (first, T - first) for size in (*split(n - 1, max(chunk, 2)), 1)]
+    run(often, data, pieces if first else split(T, chunk))
     assert all(same_state(a, b) for a, b in zip(once, often, strict=True))
     assert all(cache.offset == T and cache.store.n == T for cache in often)
 
@@ -51,7 +53,9 @@ def test_attention_is_that_over_decoded_rows(name: str, members: int) -> None:
     fast, slow = group(name, members), group(name, members, enable_vectorized_attend=False)
     for a, b in zip(run(fast, data, chunks), run(slow, data, chunks), strict=True):
         assert mx.allclose(a, b, rtol=2e-3, atol=2e-3)
-    assert all(any("packed" in path for path in cache.describe()["attention"]) for cache in fast)
+    packed = [cache for cache in fast if cache.store.sealed]
+    assert all(any("packed" in path for path in cache.describe()["attention"]) for cache in packed)
+    assert len(packed) == members or (members == 1 and name == "minicache")
 
 
 @pytest.mark.parametrize("members", SIZES)
@@ -66,8 +70,8 @@ def test_what_is_shared_is_held_and_counted_once(name: str, members: int) -> Non
     assert cache_report(caches).nbytes == sum(a.nbytes for a in arrays) + sum(
         {id(a): a.nbytes for cache in caches for a in cache.constants()}.values()
     )
-    if members > 1:  # the first holds more than the others
-        assert stored_bytes(caches[0]) > 0 and cache_report(caches).ratio > 1
+    if members > 1:  # float32 rows, where a report compares with 16 bits
+        assert stored_bytes(caches[0]) > 0 and cache_report(caches).ratio > (1 if name != "minicache" else 0.5)
 
 
 @pytest.mark.parametrize("members", SIZES)
@@ -232,10 +236,12 @@ def test_observers_hear_of_every_layer(name: str) -> None:
 
 def test_long_chunks_are_a_line_in_the_receipt(name: str) -> None:
     field = f"{name.partition(' ')[0]}_max_ctx"
-    caches = group(name, 2, **{field: 50})
+    fields: dict[str, Any] = {field: 50}
+    caches = group(name, 2, **fields)
     run(caches, layers(2), [50, 250])
     assert any(f"more tokens than {field}=50" in note for note in caches[0].describe()["notes"])
-    caches = group(name, 2, **{field: 250})
+    fields[field] = 250
+    caches = group(name, 2, **fields)
     run(caches, layers(2), [50, 250])
     assert not any("more tokens" in note for note in caches[0].describe()["notes"])
 
