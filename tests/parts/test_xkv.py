@@ -53,7 +53,7 @@ def decoded(made: list[Any], x: mx.array) -> mx.array:
 
 def share(y: mx.array, x: mx.array) -> float:
     """Energy of the error of ``y`` in that of ``x``."""
-    return (mx.square(y - x).sum() / mx.square(x).sum()).item()
+    return float(np.array(mx.square(y - x).sum() / mx.square(x).sum()))
 
 
 def beside(x: mx.array) -> np.ndarray:
@@ -314,7 +314,7 @@ def test_fitted_on_the_first_tokens_however_they_come(members: int, chunk: int) 
         Tensors(*(mx.concatenate([getattr(d, n) for d in parts], axis=2) for n in "qkv"))
         for parts in zip(lowrank(members, 300), layers(members, seed=3, tokens=100), strict=True)
     ]
-    fields = {"xkv_rank": 32, "xkv_max_ctx": 128}
+    fields: dict[str, Any] = {"xkv_rank": 32, "xkv_max_ctx": 128}
     once, often, late = (group("xkv", members, **{**fields, "xkv_max_ctx": most}) for most in (128, 128, 8192))
     run(once, data, [400])
     run(often, data, split(400, chunk))
@@ -419,8 +419,8 @@ def test_groups_of_a_model(size: int) -> None:
 
 def test_options_have_effects() -> None:
     data = tensors(300)
-    changes = {"xkv_rank": 20, "xkv_latent_bits": 3, "xkv_group_quant_size": 64, "xkv_max_ctx": 64}
-    base = {"xkv_rank": 16}
+    changes: dict[str, Any] = {"xkv_rank": 20, "xkv_latent_bits": 3, "xkv_group_quant_size": 64, "xkv_max_ctx": 64}
+    base: dict[str, Any] = {"xkv_rank": 16}
     made = [cache(**base)] + [cache(**{**base, name: value}) for name, value in changes.items()]
     made += [cache(), cache(xkv_energy_threshold=0.5)]
     for c in made:
