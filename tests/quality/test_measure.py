@@ -7,7 +7,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 
 from veloxquant_mlx.core.exceptions import CacheInputError
-from veloxquant_mlx.quality import Reference, Run, compare, measure, reference, relative_speed, store_as, teacher_force
+from veloxquant_mlx.quality import Reference, Run, measure, reference, relative_speed, store_as, teacher_force
+from veloxquant_mlx.quality.measure import compare
 
 LAYERS, KV_HEADS, D, VOCAB = 2, 2, 16, 97
 TOKENS = [(7 * i * i + 3) % VOCAB for i in range(60)]

@@ -22,7 +22,9 @@ from ..coordinators.reconstruction import remember_tokenizer
 from ..core.exceptions import QuantizerConfigError
 from ..core.text import size
 from ..models.gguf import SOURCES, ensure_model
-from ..quality import Measurement, Reference, compare, measure, reference, store_as
+from ..quality import Measurement, Reference, measure, reference, store_as
+from ..quality.measure import compare
+from ..quality.plans import SHORT, SHOWN, Shown
 from .generate import load, prompt_ids
 
 QUESTION = "What is the secret password of the lighthouse?"
@@ -32,64 +34,6 @@ CHUNK = 512  # tokens of the prompt at a time: mlx_lm takes 2,048, fewer keep th
 WIDE = 118  # columns from which the answers stand in the table
 ANSWER = 24  # most tokens of an answer
 
-Shown = tuple[tuple[str, dict[str, Any]], ...]  # label and configuration of every row
-
-# Every built method, at default settings but for the bits: 128 exact tokens for kivi, budgets of 512 tokens.
-SHOWN: Shown = (
-    ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4}),
-    ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
-    ("kivi_sink, 2 bits", {"method": "kivi_sink", "bit_width_inlier": 2}),
-    ("kitty, 2 and 4 bits", {"method": "kitty"}),
-    ("adakv, 2.5 bits", {"method": "adakv"}),
-    ("gear, 2 bits", {"method": "gear"}),
-    ("xquant, 2 + 4 bits", {"method": "xquant"}),
-    ("minicache", {"method": "minicache"}),
-    ("zipcache, 4 and 2 bits", {"method": "zipcache"}),
-    ("turboquant_mse, 4 bits", {"method": "turboquant_mse", "bit_width_inlier": 4}),
-    ("turboquant_prod, 4 bits", {"method": "turboquant_prod", "bit_width_inlier": 4}),
-    ("turboquant_rvq, 2 x 2 bits", {"method": "turboquant_rvq", "bit_width_inlier": 2}),
-    ("turboquant_rvq, 2 x 1 bit", {"method": "turboquant_rvq", "bit_width_inlier": 1}),
-    ("polar, 2 bits", {"method": "polar", "bit_width_inlier": 2}),
-    ("nsnquant, 2 bits", {"method": "nsnquant"}),
-    ("qjl, 1 and 2 bits", {"method": "qjl", "jl_dim": 128, "n_outlier_channels": 8}),
-    ("cachegen, 4 bits at first", {"method": "cachegen"}),
-    ("kvquant, 3 bits", {"method": "kvquant"}),
-    ("skvq, 2 bits", {"method": "skvq"}),
-    ("age_tiered, 8 to 2 bits", {"method": "age_tiered"}),
-    ("vecinfer, 3 and 1 bits", {"method": "vecinfer"}),
-    ("amc, 16, 8 and 4 bits", {"method": "amc"}),
-    ("spectral, 4 bits", {"method": "spectral", "bit_width_inlier": 4}),
-    ("svdq, keys alone", {"method": "svdq"}),
-    ("kvtc, 256 bits a row", {"method": "kvtc", "kvtc_bit_budget": 256}),
-    ("palu, 4 and 2 bits", {"method": "palu"}),
-    ("xkv, 4-bit latents", {"method": "xkv"}),
-    ("anchorkv, 5 % at most", {"method": "anchorkv"}),
-    ("a2ats, reads a fifth", {"method": "a2ats"}),
-    ("snapkv, 512 tokens", {"method": "snapkv", "snap_budget": 512}),
-    ("streaming_llm, 512 tokens", {"method": "streaming_llm", "stream_window_size": 508}),
-    ("knorm, 512 tokens", {"method": "knorm"}),
-    ("qfilters, 512 tokens", {"method": "qfilters", "qfilters_on_low_retention": "ignore"}),
-    ("curdkv, 512 tokens", {"method": "curdkv"}),
-    ("nestedkv, 512 tokens", {"method": "nestedkv"}),
-    ("h2o, 512 tokens", {"method": "h2o"}),
-    ("pyramidkv, 512 tokens", {"method": "pyramidkv"}),
-    ("squeeze, 512 tokens", {"method": "squeeze"}),
-    ("chunkkv, 512 tokens", {"method": "chunkkv"}),
-    ("tova, 512 tokens", {"method": "tova"}),
-    ("keyformer, 512 tokens", {"method": "keyformer"}),
-    ("morphkv, 512 tokens", {"method": "morphkv"}),
-    ("cam, 512 tokens", {"method": "cam"}),
-    ("rocketkv, ratio 8", {"method": "rocketkv"}),
-    ("kvzip, 512 tokens", {"method": "kvzip"}),
-)
-# What a plain ``veloxquant demo`` shows of it, in a few minutes.
-SHORT = (
-    "kivi, 4 bits",
-    "kivi, 2 bits",
-    "turboquant_rvq, 2 x 2 bits",
-    "snapkv, 512 tokens",
-    "streaming_llm, 512 tokens",
-)
 NOTES = {
     "streaming_llm": "keeps the first 4 tokens and the newest 508, by design: the password stands before those",
     "snapkv": "keeps the tokens that the question attends to; in the scored passage it cannot know what comes",

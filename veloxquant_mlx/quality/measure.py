@@ -28,13 +28,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Run:
-    """One teacher-forced pass: ``logprobs`` ``(N, vocabulary)`` float32 of the N tokens after the prompt."""
+    """One teacher-forced pass: ``logprobs`` ``(N, vocabulary)`` float32 of the N tokens after the prompt.
+
+    ``prefill_peak`` is how far MLX's memory rose while the prompt was read, its end included; None where that cannot
+    be told.
+    """
 
     logprobs: np.ndarray
     kv_bytes: int
     active_growth: int
     prefill_seconds: float
     decode_seconds: float
+    prefill_peak: int | None = None
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -98,7 +103,8 @@ def teacher_force(
         )
     ids, before = mx.array(list(tokens))[None], mx.get_active_memory()
     tell = progress or (lambda done, total: None)
-    started = time.perf_counter()
+    mx.reset_peak_memory()
+    started, peak = time.perf_counter(), 0
     for start in range(0, prompt_len - 1, step):
         stop = min(start + step, prompt_len - 1)
         model(ids[:, start:stop], cache=caches)
@@ -110,6 +116,7 @@ def teacher_force(
         row = model(ids[:, i : i + 1], cache=caches)[0, -1].astype(mx.float32)
         mx.eval(row)
         seconds.append(time.perf_counter() - began)
+        peak = peak or mx.get_peak_memory()  # the first of these steps ends the prompt
         logits.append(np.array(row))
         tell(i + 1, len(tokens) - 1)
     mx.eval([c.state for c in caches])
@@ -119,6 +126,7 @@ def teacher_force(
         active_growth=mx.get_active_memory() - before,
         prefill_seconds=time.perf_counter() - started - sum(seconds[1:]),
         decode_seconds=sum(seconds[1:]),
+        prefill_peak=peak - before if peak > before else None,
     )
 
 
@@ -126,7 +134,12 @@ def reference(model: Any, tokens: Sequence[int], prompt_len: int, **kwargs: Any)
     """The pass with the cache that mlx_lm itself makes; keywords as in ``teacher_force``."""
     caches = make_prompt_cache(model)
     run = teacher_force(model, tokens, caches, prompt_len, **kwargs)
-    return Reference(run, 2 * sum(_numbers_held(c) for c in caches), caches)
+    return Reference(run, bytes_16(caches), caches)
+
+
+def bytes_16(caches: list[Any]) -> int:
+    """What the numbers in mlx_lm's own caches take at 2 bytes each."""
+    return 2 * sum(_numbers_held(c) for c in caches)
 
 
 def _numbers_held(cache: Any) -> int:

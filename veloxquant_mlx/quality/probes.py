@@ -1,0 +1,210 @@
+"""What a model can still find in a compressed cache: planted facts (needles), and a random sequence to go on with.
+
+All of them stand in one long text, which is read once. Questions come after the prompt has ended, each on a copy of
+the caches, as the turns of a conversation do: a method that drops tokens cannot know what will be asked. In the text
+itself the prompt ends with a general request, the same for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..core.exceptions import CacheInputError
+
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+KEYS = ("number", "word")
+COPY_DEPTH, COPY_CUE, COPY_SCORED = 0.4, 8, 24
+MOST = 0.6  # share of a text that needles may be
+PIECE = 40  # most tokens between two places where a needle can stand
+REQUEST = "\n\nHere are the secret numbers and the secret words again:\n"
+PLACES = (
+    "harbor",
+    "museum",
+    "bakery",
+    "castle",
+    "garden",
+    "station",
+    "library",
+    "theater",
+    "mill",
+    "bridge",
+    "chapel",
+    "market",
+    "tower",
+    "school",
+    "orchard",
+    "tavern",
+    "factory",
+    "palace",
+    "stable",
+    "forge",
+)
+WORDS = (
+    "silver",
+    "tiger",
+    "candle",
+    "marble",
+    "thunder",
+    "ribbon",
+    "copper",
+    "falcon",
+    "lemon",
+    "velvet",
+    "anchor",
+    "pepper",
+    "violin",
+    "magnet",
+    "walnut",
+    "dragon",
+    "cactus",
+    "pilot",
+    "jacket",
+    "meadow",
+)
+
+Progress = Callable[[int], None]
+"""Called with the tokens read since the last call."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Token ids that are fed and those that must come next."""
+
+    ids: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One text: ``prompt`` with everything planted, ``needles[depth][key]`` to ask for, and the sequence to go on with.
+
+    ``repeat`` asks for a random sequence: its first tokens are the question, the others its answer.
+    """
+
+    prompt: tuple[int, ...]
+    needles: tuple[tuple[Question, ...], ...]
+    repeat: Question
+
+
+@dataclass(frozen=True)
+class Answers:
+    """``needles[depth][key]``: 1.0 where the whole answer was the model's first choice; ``repeat``: share of tokens."""
+
+    needles: tuple[tuple[float, ...], ...]
+    repeat: float
+
+
+class Encoder:
+    """A tokenizer for pieces of text: what it puts in front of every text is ``head``, once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        bos, first = getattr(tokenizer, "bos_token_id", None), list(tokenizer.encode("a"))[:1]
+        self.head = tuple(first) if first and first[0] == bos else ()
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text))[len(self.head) :]
+
+    def question(self, asked: str, answer: str) -> Question:
+        """``asked`` is followed by ``answer``, split where the tokens of ``asked`` alone end."""
+        ids, both = self(asked), self(asked + answer)
+        return Question(ids, both[len(ids) :] if both[: len(ids)] == ids else self(answer))
+
+
+def build(
+    tokenizer: Any,
+    text: str,
+    length: int,
+    *,
+    depths: Sequence[float] = DEPTHS,
+    keys: Sequence[str] = KEYS,
+    seed: int = 0,
+) -> Trial:
+    """A text of ``length`` tokens out of ``text`` with a needle for every depth and key; the same for the same seed.
+
+    Raises ``CacheInputError`` where needles would be more than ``MOST`` of it.
+    """
+    if len(depths) * len(keys) > min(len(PLACES), len(WORDS)):
+        raise CacheInputError(f"{len(depths)} depths x {len(keys)} keys; valid: at most {len(PLACES)} needles.")
+    encode, draw = Encoder(tokenizer), np.random.default_rng(seed)
+    places, words = iter(draw.permutation(PLACES).tolist()), iter(draw.permutation(WORDS).tolist())
+    planted, needles = [], []
+    for depth in depths:
+        needles.append([])
+        for key in keys:
+            asked = f"The secret {key} of the {next(places)} is"
+            answer = f" {draw.integers(1000, 10000)}" if key == "number" else f" {next(words)}"
+            planted.append((depth, encode(f" {asked}{answer}.")))
+            needles[-1].append(encode.question(asked, answer))
+    pieces = _pieces(encode, text)
+    known = np.unique([i for piece in pieces for i in piece])
+    size = COPY_CUE + COPY_SCORED
+    drawn = tuple(draw.choice(known, size, replace=len(known) < size).tolist())
+    planted.append((COPY_DEPTH, drawn))
+    request = encode(REQUEST)
+    room = length - len(encode.head) - len(request) - sum(len(ids) for _, ids in planted)
+    if room < (1 - MOST) * length:
+        raise CacheInputError(
+            f"{len(depths) * len(keys)} needles do not fit into {length} tokens: they and the questions take "
+            f"{length - room}, more than {MOST:.0%}. Use a longer text, or fewer depths or keys."
+        )
+    prompt = (*encode.head, *_planted(pieces, room, planted), *request)
+    return Trial(prompt, tuple(map(tuple, needles)), Question(drawn[:COPY_CUE], drawn[COPY_CUE:]))
+
+
+def run(model: Any, caches: list[Any], trial: Trial, *, step: int = 512, progress: Progress | None = None) -> Answers:
+    """Read the prompt into empty ``caches``, as mlx_lm does, then ask everything on copies of them."""
+    ids, tell = mx.array(trial.prompt)[None], progress or (lambda count: None)
+    last = len(trial.prompt) - 1
+    for start, stop in [*((i, min(i + step, last)) for i in range(0, last, step)), (last, last + 1)]:
+        mx.eval(model(ids[:, start:stop], cache=caches)[:, -1], [cache.state for cache in caches])
+        tell(stop - start)
+    needles = tuple(tuple(float(all(ask(model, caches, q, tell))) for q in row) for row in trial.needles)
+    said = ask(model, caches, trial.repeat, tell)
+    return Answers(needles, sum(said) / len(said))
+
+
+def ask(model: Any, caches: list[Any], question: Question, progress: Progress | None = None) -> list[bool]:
+    """For every token of the answer, whether it is the model's first choice after the right ones before it.
+
+    All are right exactly where greedy decoding would give the answer. The caches stay as they are.
+    """
+    fed = (*question.ids, *question.answer[:-1])
+    logits = model(mx.array(fed)[None], cache=copy.deepcopy(caches))[0, len(question.ids) - 1 :]
+    chosen = np.array(mx.argmax(logits, axis=-1)).tolist()
+    if progress is not None:
+        progress(len(fed))
+    return [a == b for a, b in zip(chosen, question.answer, strict=True)]
+
+
+def tokens_of(trial: Trial) -> int:
+    """Tokens that ``run`` feeds."""
+    asked = [*(q for row in trial.needles for q in row), trial.repeat]
+    return len(trial.prompt) + sum(len(q.ids) + len(q.answer) - 1 for q in asked)
+
+
+def _pieces(encode: Encoder, text: str) -> list[tuple[int, ...]]:
+    """The sentences of ``text`` as token ids, long ones in parts."""
+    sentences = [encode((" " if i else "") + s) for i, s in enumerate(re.split(r"(?<=[.!?])\s+", text.strip()))]
+    return [s[i : i + PIECE] for s in sentences for i in range(0, len(s), PIECE)]
+
+
+def _planted(
+    pieces: Sequence[tuple[int, ...]], room: int, planted: Sequence[tuple[float, tuple[int, ...]]]
+) -> list[int]:
+    """The first ``room`` tokens of ``pieces``, repeated where they are fewer, with each insert before a piece."""
+    out: list[int] = []
+    waiting, used, at = sorted(planted, key=lambda entry: entry[0]), 0, 0
+    while used < room or waiting:
+        while waiting and used >= waiting[0][0] * room:
+            out += waiting.pop(0)[1]
+        piece = pieces[at % len(pieces)][: room - used]
+        out, used, at = [*out, *piece], used + len(piece), at + 1
+    return out
