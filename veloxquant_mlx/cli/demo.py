@@ -37,6 +37,7 @@ ANSWER = 24  # most tokens of an answer
 NOTES = {
     "streaming_llm": "keeps the first 4 tokens and the newest 508, by design: the password stands before those",
     "snapkv": "keeps the tokens that the question attends to; in the scored passage it cannot know what comes",
+    "minicache": "finds the heads of neighbouring layers of this model too different, and leaves all rows as they came",
 }
 
 

@@ -60,7 +60,7 @@ class Merged(JointCodec):
         assert isinstance(share, float)
         if share <= MOST_RETAINED:
             return self
-        why = f"rows stay as they came: {share:.0%} of the first ones in the layers of a group are too different"
+        why = f"rows stay as they came: {share:.0%} of the pairs in the first {self.fit_rows} tokens would be retained"
         return JointRows(self.members, self.member, why, self.dtype)
 
     def encode(self, x: mx.array) -> Codes:

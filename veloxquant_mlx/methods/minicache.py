@@ -10,6 +10,11 @@ keys (or values) stay as they came; under tensor parallelism those are the pairs
 merged 64 at a time (fewer, as those 256, where ``minicache_max_ctx`` is below), with one wait for the device each time.
 More than two layers share the mean of their unit vectors, normalised: ``minicache_slerp_t`` says nothing there, and two
 layers of a cosine below the threshold are enough to retain a token.
+
+Measured on SmolLM2-135M-Instruct, 1,024 tokens of prompt and 64 scored, float16 rows: the heads of neighbouring layers
+have little in common. At thresholds of 0.9 and 0.5 all pairs would be retained, so that nothing is merged and 16.0 bits
+per number are held. At 0.0, five of the fourteen tensors in groups are merged, with 43 to 49 % of their pairs retained:
+15.4 bits, mean KL 0.22. The receipt tells the retention rate; expect savings only where that is low.
 """
 
 from __future__ import annotations
