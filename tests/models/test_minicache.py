@@ -14,7 +14,9 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from tests.matrix import identical, same_state
 from tests.models import tiny
 from tests.models.running import decode, lively, prefill, token_list
+from tests.models.test_biased_keys import biased
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, cache_report, load_cache, save_cache
+from veloxquant_mlx.models.bias import NOTE
 
 LAYERS, PROMPT = 7, 300
 # Random layers are little alike: of pairs a third has a cosine below this, of three or more rows more.
@@ -95,6 +97,20 @@ def test_a_model_whose_rows_are_all_retained_answers_as_ever() -> None:
     got, want = (prefill(model, caches, prompt, 100) for caches in (fine, make_prompt_cache(model)))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)  # float32 sums
     assert all("rows stay as they came: 100%" in " ".join(c.describe()["notes"]) for c in fine)
+
+
+@pytest.mark.parametrize("threshold", [1.0, -0.1], ids=["as they came", "merged"])
+def test_keys_without_their_bias_are_no_wider(threshold: float) -> None:
+    """What is left of keys in float16 once a bias is taken out, in float32, is held in float16 again."""
+    model = biased(60.0)
+    caches = caches_of(model, minicache_retention_threshold=threshold)
+    ids = tiny.tokens(PROMPT)
+    got, want = (prefill(model, each, ids, 100) for each in (caches, make_prompt_cache(model)))
+    stream = caches[0].store.keys
+    assert NOTE in caches[0].describe()["notes"] and stream.n_sealed == 256
+    assert {a.dtype for a in stream.packed.codes.values()} == {mx.float16}
+    if threshold == 1.0:  # rows rounded to 11 bits, for logits of order one
+        np.testing.assert_allclose(got, want, atol=0.02)
 
 
 @pytest.mark.parametrize("size", SOME)

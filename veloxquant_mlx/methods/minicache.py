@@ -9,7 +9,8 @@ more memory for them. Where more than half of the pairs in the first 256 tokens 
 keys (or values) stay as they came; under tensor parallelism those are the pairs of a rank's own heads. Tokens are
 merged 64 at a time (fewer, as those 256, where ``minicache_max_ctx`` is below), with one wait for the device each time.
 More than two layers share the mean of their unit vectors, normalised: ``minicache_slerp_t`` says nothing there, and two
-layers of a cosine below the threshold are enough to retain a token.
+layers of a cosine below the threshold are enough to retain a token. Keys of models with a large bias are held without
+it as float16, retained ones too.
 
 Measured on SmolLM2-135M-Instruct, 1,024 tokens of prompt and 64 scored, float16 rows: the heads of neighbouring layers
 have little in common. At thresholds of 0.9 and 0.5 all pairs would be retained, so that nothing is merged and 16.0 bits
@@ -89,7 +90,7 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
 
     mean = f"{members} layers share the mean of their directions; minicache_slerp_t is for two"
     return Recipe(
-        # Without the constant part of a bias keys come in float32.
+        # Without the constant part of a bias keys come in float32, whatever the model's dtype.
         keys=stream(None if layer.key_bias is None else mx.float16),
         values=stream(),
         together=members,
