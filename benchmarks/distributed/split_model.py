@@ -48,7 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "spectral": {"bit_width_inlier": 4, "spectral_key_d_eff": 1, "spectral_val_d_eff": 1, "n_calib_tokens": 64},
     "svdq": {"svdq_rank": 16, "svdq_bit_schedule": (8, 4), "n_calib_tokens": 32},
     "kvtc": {"kvtc_bit_choices": (8,), "residual_length": 32, "n_calib_tokens": 64},
-    "xkv": {"xkv_rank": 64, "xkv_latent_bits": 8},  # latents are those of the machine's own heads
+    "xkv": {"xkv_rank": 64, "xkv_max_ctx": 32},  # latents are of the machine's own heads: so many save nothing
     "palu": {},  # every head is a group of its own: groups form within one machine only
     "anchorkv": {"anchorkv_theta": 1.0},  # heads share the budget within one machine only: residuals for all
     "a2ats": {"a2ats_codebook_bits": 4, "a2ats_window": 32},
