@@ -393,6 +393,25 @@ def test_groups_that_would_save_nothing_stay_as_they_are(dtype: mx.Dtype, known:
     assert isinstance(c.store.keys.packed.codec, JointRows)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("fields", [{"xkv_energy_threshold": 1.0, "xkv_max_ctx": 128}, {"xkv_rank": 24}])
+def test_layers_loaded_one_by_one_find_what_they_share(fields: dict[str, Any]) -> None:
+    """Rows that stay as they are, and blocks that do: each layer brings its own, the first the figures."""
+    caches, strangers = group("xkv", 2, **{"xkv_rank": None, **fields}), layers(2, seed=5, tokens=70)
+    run(caches, lowrank(2, 192) if "xkv_rank" in fields else layers(2, tokens=192), [191, 1])
+    run(caches, strangers, [1] * 70)
+    loaded = [CompressedKVCache.from_state(c.state) for c in caches]
+    more = layers(2, seed=8, tokens=45)
+    for a, b in zip(run(loaded, more, [1] * 45), run(caches, more, [1] * 45), strict=True):
+        assert mx.array_equal(a, b)
+    assert all(same_state(a, b) for a, b in zip(loaded, caches, strict=True))
+    assert {"k.m1.rows", "k.m1.exact"} & caches[1].store.arrays().keys()
+    for c in (*loaded, *caches):
+        c.trim(90)
+    run(loaded, more, [1] * 45)
+    run(caches, more, [1] * 45)
+    assert all(same_state(a, b) for a, b in zip(loaded, caches, strict=True))
+
+
 def test_receipt_tells_the_ranks() -> None:
     c = cache(xkv_rank=16)
     feed(c, lowrank(1, 300)[0], [299, 1])
