@@ -208,7 +208,7 @@ class _Bench:
         truth = Reference(run, bytes_16(plain), plain)
         answers = self._probed(lambda: [slot.native for slot in cache_slots(self.model)])
         # A float32 model keeps its keys and values in 16 bits, as the same model in 16 bits would.
-        wide = any(cache.keys.dtype == mx.float32 for cache in plain if isinstance(cache, KVCache))
+        wide = any(getattr(getattr(cache, "keys", None), "dtype", None) == mx.float32 for cache in plain)
         self.truth = _Truth(truth, outputs, mx.float16 if wide else None, answers)
         self._advance(self.total - self.count)
         return Uncompressed(
@@ -336,7 +336,7 @@ def _recorded(caches: list[Any]) -> Iterator[dict[int, list[mx.array]]]:
     """The attention outputs of single-token steps by entry of the list; of layers that share rows, the first's."""
     outputs: dict[int, list[mx.array]] = {}
     ours = {i: cache for i, cache in enumerate(caches) if isinstance(cache, CompressedKVCache)}
-    classes = {i: type(cache) for i, cache in ours.items()}
+    classes: dict[int, Any] = {i: type(cache) for i, cache in ours.items()}
     for i, cache in ours.items():
         outputs[i] = cache._outputs = []  # type: ignore[attr-defined]
         cache.__class__ = _recording(classes[i])

@@ -21,7 +21,7 @@ from ..core.exceptions import CacheInputError
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 KEYS = ("number", "word")
 COPY_DEPTH, COPY_CUE, COPY_SCORED = 0.4, 8, 24
-MOST = 0.6  # share of a text that needles may be
+MOST = 2 / 3  # share of a text that may be planted
 PIECE = 40  # most tokens between two places where a needle can stand
 REQUEST = "\n\nHere are the secret numbers and the secret words again:\n"
 PLACES = (
@@ -164,7 +164,8 @@ def run(model: Any, caches: list[Any], trial: Trial, *, step: int = 512, progres
     ids, tell = mx.array(trial.prompt)[None], progress or (lambda count: None)
     last = len(trial.prompt) - 1
     for start, stop in [*((i, min(i + step, last)) for i in range(0, last, step)), (last, last + 1)]:
-        mx.eval(model(ids[:, start:stop], cache=caches)[:, -1], [cache.state for cache in caches])
+        model(ids[:, start:stop], cache=caches)  # no logits: only what is evaluated is computed
+        mx.eval([cache.state for cache in caches])
         tell(stop - start)
     needles = tuple(tuple(float(all(ask(model, caches, q, tell))) for q in row) for row in trial.needles)
     said = ask(model, caches, trial.repeat, tell)
