@@ -15,6 +15,9 @@ that of the energy, at most half the numbers of a row; a group whose factors wou
 Rows are fitted once there are 4 for each latent. Until then, and until the prompt ends, all of them wait as floats, as
 they do in every layer until the last of its group has run; ``xkv_max_ctx`` bounds the former. Under tensor parallelism
 every rank has bases of its own heads.
+
+On SmolLM2 (two layers of 192 numbers, 1,024 tokens of prompt) the latents left out are what costs: KL 0.20 at 3.1 bits
+by the default energy, 0.11 at 4.9 bits with ``xkv_rank=128``; latents of 16 or 6 bits in place of 4 change neither.
 """
 
 from __future__ import annotations
