@@ -41,7 +41,8 @@ def _widths(label: str, method: str, widths: tuple[int, ...], **fields: Any) -> 
 
 WIDE = (4, 3, 2)
 HEAD_DIM = {"smollm2": 64, "gemma3": 256}
-# A ``jl_dim`` counts heads.
+ROW = {"smollm2": 2 * 3 * 64, "gemma3": 2 * 256}  # numbers of a token's keys in a group of two layers
+# Below, ``jl_dim`` and ``palu_rank`` count heads, and ``xkv_rank`` such rows.
 METHODS: dict[str, dict[str, Any]] = {
     **_widths("kivi", "kivi", (8, *WIDE), bit_width_inlier=None, residual_length=32),
     **_widths(
@@ -119,6 +120,33 @@ METHODS: dict[str, dict[str, Any]] = {
     "anchorkv, a quarter of the bytes": {"method": "anchorkv", "anchorkv_theta": 0.25, "anchorkv_residual_bits": 4},
     "anchorkv, an eighth of the bytes": {"method": "anchorkv", "anchorkv_theta": 0.125},
     **{f"kvtc {bits} bits a row": {"method": "kvtc", "kvtc_bit_budget": bits} for bits in (512, 256, 192, 128)},
+    "palu": {"method": "palu"},
+    **{
+        f"palu, {share:.0%} of the width, {bits} bits": {
+            "method": "palu",
+            "palu_rank": share,
+            "palu_hi_bit": bits,
+            "palu_lo_bit": bits,
+        }
+        for share, bits in ((0.5, 16), (1.0, 4), (0.75, 4), (0.5, 4))
+    },
+    "xquant": {"method": "xquant", "residual_length": 32},
+    **{
+        f"xquant {bits}-bit, residual of {more} bits": {
+            "method": "xquant",
+            "xquant_base_bits": bits,
+            "xquant_residual_bits": more,
+            "residual_length": 32,
+        }
+        for bits, more in ((2, 0), (4, 0), (2, 2), (4, 2))
+    },
+    **{
+        f"minicache, threshold {least}": {"method": "minicache", "minicache_retention_threshold": least}
+        for least in (0.9, 0.0)
+    },
+    "xkv": {"method": "xkv"},
+    **{f"xkv, {share:.0%} of the width": {"method": "xkv", "xkv_rank": share} for share in (0.25, 0.4)},
+    "xkv, 25% of the width, latents of 16 bits": {"method": "xkv", "xkv_rank": 0.25, "xkv_latent_bits": 16},
     "snapkv 256": {"method": "snapkv", "snap_budget": 256},
     "streaming_llm 256": {"method": "streaming_llm", "stream_window_size": 252},
 }
@@ -139,6 +167,10 @@ ONE_SIDE = (
     "nsnquant 2-bit",
     "vecinfer, window 32",
     "kvtc 192 bits a row",
+    "palu, 50% of the width, 16 bits",
+    "palu",
+    "xquant",
+    "xkv, 25% of the width",
 )
 # Two configurations each: what stays of half the prompt, packed.
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -210,7 +242,11 @@ def ours(model: Any, fields: list[dict[str, Any]], plain: str | None = None) -> 
 def all_rows(model: Any, name: str) -> dict[str, Callable[[], list[Any]]]:
     """What makes the caches of every row, by its label."""
     makes: dict[str, Callable[[], list[Any]]] = {}
-    methods = {k: {**f, "jl_dim": f["jl_dim"] * HEAD_DIM[name]} if "jl_dim" in f else f for k, f in METHODS.items()}
+    sizes = dict.fromkeys(("jl_dim", "palu_rank"), HEAD_DIM[name]) | {"xkv_rank": ROW[name]}
+    methods = {
+        label: {field: int(value * sizes[field]) if field in sizes else value for field, value in fields.items()}
+        for label, fields in METHODS.items()
+    }
     for label, fields in methods.items():
         makes[label] = lambda f=fields: ours(model, [f])
     for label in ONE_SIDE:
