@@ -208,7 +208,8 @@ class _Bench:
         truth = Reference(run, bytes_16(plain), plain)
         answers = self._probed(lambda: [slot.native for slot in cache_slots(self.model)])
         # A float32 model keeps its keys and values in 16 bits, as the same model in 16 bits would.
-        wide = any(getattr(getattr(cache, "keys", None), "dtype", None) == mx.float32 for cache in plain)
+        keys = [getattr(cache, "keys", None) for cache in plain]
+        wide = any(isinstance(array, mx.array) and array.dtype == mx.float32 for array in keys)
         self.truth = _Truth(truth, outputs, mx.float16 if wide else None, answers)
         self._advance(self.total - self.count)
         return Uncompressed(
