@@ -24,6 +24,8 @@ from ..cache.registry import METHODS, method
 from ..config import HardwareInfo, WorkloadSpec, detect_hardware_info, select_kv_cache_config
 from ..core.exceptions import CacheInputError, QuantizerConfigError, VeloxError
 from ..core.text import size
+from .check import check
+from .compare import compare
 
 # transformers announces at import that it has no PyTorch; nothing here needs one.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -288,6 +290,99 @@ def calibrate(
         if given := [name for name, value in unused.items() if value]:
             raise QuantizerConfigError(f"{', '.join(given)} cannot be used with --out. Leave it out.")
         make_artifact(model, method_name, text, out_file, tokens, out, err)
+
+
+@app.command()
+def ruler(
+    model: Model,
+    method_name: Annotated[
+        str | None, typer.Option("--method", help="One method, or two as in snapkv+kivi, with the settings given here.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Several, such as kivi,snapkv+kivi, at the settings of the demo.")
+    ] = None,
+    bits: Bits = None,
+    option: Options = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of a question, its text and its answer.")] = "512,1024",
+    tasks: Annotated[
+        str, typer.Option(help="Some of single, multikey, multivalue, variables, common and qa.")
+    ] = "single,multikey,multivalue,variables,common,qa",
+    samples: Annotated[int, typer.Option(min=1, help="Questions for each task and length.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed asks the same questions.")] = 0,
+    out_file: Annotated[Path | None, typer.Option("--out", help="File for every question and answer (JSON).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON instead of tables.")] = False,
+) -> None:
+    """Ask about long texts with compressed caches: facts, variables, common words, a story.
+
+    The texts are made here, from a seed, as long as asked for. Exits with 1 if a method failed.
+
+    Example: veloxquant ruler --model ./my-model --methods kivi,snapkv --option snap_budget=256 --lengths 1024,4096
+    """
+    from .ruler import chosen, numbers, run_ruler
+
+    rows = chosen(method_name, methods, bits, _fields(option or []))
+    named = [task.strip() for task in tasks.split(",")]
+    if not run_ruler(model, rows, numbers("--lengths", lengths), named, samples, seed, out_file, as_json, out, err):
+        raise typer.Exit(1)
+
+
+def _fields(options: list[str]) -> dict[str, Any]:
+    """``name=value`` for each of ``options``; a name is checked by what takes it."""
+    fields = {}
+    for text in options:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise QuantizerConfigError(f"--option {text!r} cannot be used: it must be name=value, such as seed=1.")
+        fields[key] = value if key == "store" else _literal(value)
+    return fields
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, such as arc_easy,hellaswag.")],
+    method_name: MethodName = "kivi",
+    bits: Bits = None,
+    option: Options = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Evaluate the uncompressed cache too.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each task.")] = None,
+    num_shots: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt; default: the task's.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts to generate at the same time.")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to generate; default: the task's.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; default: if there is one.")
+    ] = None,
+    piece: Annotated[int, typer.Option(min=1, help="Tokens of a text without a prompt to feed at once.")] = 256,
+    include_path: Annotated[str | None, typer.Option(help="Folder with tasks of your own (YAML).")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of examples and sampling.")] = 123,
+    out_file: Annotated[Path | None, typer.Option("--out", help="File for the results (JSON).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Run tasks of lm-eval with compressed caches, through mlx_lm's own evaluator.
+
+    Needs lm-eval (pip install 'veloxquant-mlx\\[eval]') and, for most tasks, the network: their data is downloaded.
+
+    Example: veloxquant eval --model ./my-model --method kivi --bits 2 --tasks arc_easy --limit 100 --baseline
+    """
+    from .evaluate import names, run_eval
+
+    config = None if method_name == "none" else _config(method_name, bits, option or [])
+    settings = {
+        "limit": limit,
+        "num_fewshot": num_shots,
+        "batch_size": batch_size,
+        "max_tokens": max_tokens,
+        "use_chat_template": chat,
+        "include_path": include_path,
+        "piece": piece,
+        "seed": seed,
+    }
+    label = ", ".join([method_name, *([] if bits is None else [f"bits={bits}"]), *(option or [])])
+    run_eval(model, label, config, names(tasks), baseline, out_file, as_json, out, err, **settings)
+
+
+app.command()(compare)
+app.command()(check)
 
 
 @app.command()
