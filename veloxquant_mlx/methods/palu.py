@@ -18,6 +18,11 @@ latents and expanded once per query row. Where the basis of a group comes from, 
 ``palu_rank`` or the energy, rounded up to whole 32 (below 32: to whole 8). Groups of a layer share the largest rank
 that one of them needs, and consist of heads of one process: models split over machines have groups of their own.
 After a method that keeps other tokens in every head, latents join rows of different tokens.
+
+A basis that knows what hidden states look like is worth a lot. Measured on SmolLM2-135M (1,024 tokens of a story and 64
+scored, one group of 3 heads, half the rank, latents float16), mean KL from the uncompressed cache: values alone 4.5
+with the weights' basis, 0.29 with that of another part of the text, 0.30 with the prompt's; keys alone 0.30 and 0.040
+(weights, text); both 0.27 (text). The default settings keep nearly all latents of its heads of 64: 0.19 at 4.9 bits.
 """
 
 from __future__ import annotations
