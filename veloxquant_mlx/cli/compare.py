@@ -225,7 +225,7 @@ def show(found: Comparison, rows: Sequence[Row], out: Console) -> None:
 
 def table(found: Comparison, rows: Sequence[Row], wide: bool) -> Table:
     """Rows that were measured, the uncompressed cache first."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    view = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold", padding=(0, int(wide), 0, 0))
     view.add_column("method", overflow="fold")
     view.add_column("", no_wrap=True)
     heads = ["bits", "smaller", "mean KL", "flips", "ppl", "needle", "copy", "speed"]
