@@ -161,7 +161,7 @@ class GroupLatents(Codec):
         their ``energy`` ``(B, G, size * D)``, float32. Nothing is centred.
         """
         heads, dim = HeadGroups(x.shape[1], self._groups), x.shape[3]
-        rows = heads.beside(sampled(x))
+        rows = heads.beside(x.astype(mx.float32))
         gram = rows.swapaxes(-1, -2) @ rows
         # Empty slots have axes of their own, after all others.
         used = mx.repeat(mx.array(heads.slots) < x.shape[1], dim).reshape(heads.count, 1, -1)
@@ -190,7 +190,7 @@ class GroupLatents(Codec):
         return {"basis": mx.contiguous(mx.concatenate(parts, axis=-1).astype(mx.float16))}
 
     def fit(self, x: mx.array) -> Codes:
-        return self.arrange(self.learn(x), (x.shape[2] - 1) // ROWS_PER_LATENT)
+        return self.arrange(self.learn(sampled(x)), (x.shape[2] - 1) // ROWS_PER_LATENT)
 
     def bind(self, fitted: Codes) -> GroupLatents:
         return self.bound(fitted["basis"])
