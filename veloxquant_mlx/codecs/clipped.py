@@ -1,12 +1,11 @@
-"""Groups of channels of one token, reordered so that like channels meet, with clipped ranges and 8-bit parameters.
+"""Groups of channels of one token with clipped ranges and 8-bit parameters.
 
-The codec of SKVQ (Duanmu et al., COLM 2024, arXiv 2405.06219).
+From SKVQ (Duanmu et al., COLM 2024, arXiv 2405.06219); ``codecs.clustered`` has its groups of channels that are alike.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -39,78 +38,42 @@ def _unpack8(scales: mx.array, biases: mx.array, top: int) -> tuple[mx.array, mx
 
 
 class ClippedToken(TokenAffine):
-    """``TokenAffine`` whose groups are found in the first ``fit_rows`` rows (0: channels stay in order).
+    """``TokenAffine`` with clipped ranges.
 
     ``alphas`` are tried on both ends of every group; the one with the least squared error is folded into the
     parameters. With ``fp8`` a group has two bytes of parameters: codes ``scales`` (the range, E4M3) and ``biases``
     (the low end, E4M3), both uint8 ``(B, H, n, padded_dim / group)``; without, float16 as in ``TokenAffine``. Codes
-    are computed with the rounded parameters. Fitted array: ``perm`` uint16 ``(B, H, D)``, place to channel.
+    are computed with the rounded parameters.
     """
 
     def __init__(
-        self,
-        bits: int,
-        group: int = 32,
-        *,
-        dim: int,
-        alphas: Sequence[float] = ALPHAS,
-        fp8: bool = True,
-        fit_rows: int = 0,
+        self, bits: int, group: int = 32, *, dim: int, alphas: Sequence[float] = ALPHAS, fp8: bool = True
     ) -> None:
         super().__init__(bits, group, dim=dim)
-        self.alphas, self.fp8, self.fit_rows = tuple(alphas), fp8, fit_rows
-        self._perm: mx.array | None = None
-
-    # ------------------------------------------------------------------------------------------------- reordering
-
-    def fit(self, x: mx.array) -> Codes:
-        """The order of channels whose groups have the least mean squared range over ``x`` ``(B, H, N, D)``.
-
-        Orders by the channels' low ends, high ends, middles and ranges compete, and the order as it came.
-        """
-        x = x.astype(mx.float32)
-        low, high = x.min(axis=2), x.max(axis=2)
-        natural = mx.broadcast_to(mx.arange(self.dim, dtype=mx.uint32), low.shape)
-        orders = mx.stack([natural, *(mx.argsort(key, axis=-1) for key in (low, high, low + high, high - low))])
-        groups = self._grouped(mx.stack([_take(x, order) for order in orders]))
-        cost = mx.square(groups.max(-1) - groups.min(-1)).mean((-1, -2))
-        best = mx.argmin(cost, axis=0)[None, :, :, None]
-        return {"perm": mx.take_along_axis(orders, best, axis=0)[0].astype(mx.uint16)}
-
-    def bind(self, fitted: Codes) -> ClippedToken:
-        """This codec with the order of ``fit``."""
-        bound = copy.copy(self)
-        bound._perm = fitted["perm"]
-        return bound
-
-    def _reordered(self, x: mx.array) -> mx.array:
-        return x if self._perm is None else _take(x, self._perm)
-
-    def _in_order(self, y: mx.array) -> mx.array:
-        return y if self._perm is None else _take(y, mx.argsort(self._perm, axis=-1))
-
-    # ------------------------------------------------------------------------------------------------- codes
-
-    def _grouped(self, x: mx.array) -> mx.array:
-        x = self._pad(x, mode="edge")
-        return x.reshape(*x.shape[:-1], -1, self.group)
+        self.alphas, self.fp8 = tuple(alphas), fp8
 
     def _quantize(self, groups: mx.array, axis: int) -> tuple[mx.array, mx.array, mx.array]:
-        low, high = self._ends(groups, axis)
+        def error(step: mx.array, bias: mx.array) -> mx.array:
+            return mx.square(self._nearest(groups, step, bias) * step + bias - groups).sum(axis, keepdims=True)
+
+        scales, biases = self._chosen(*self._ends(groups, axis), error)
+        codes = self._nearest(groups, *self._wide(scales, biases))
+        return codes, scales.squeeze(axis), biases.squeeze(axis)
+
+    def _chosen(
+        self, low: mx.array, high: mx.array, error: Callable[[mx.array, mx.array], mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """Stored parameters of ranges whose ends are in float32, with the factor of the least ``error(step, bias)``."""
         # All factors at once: single tokens cost a few operations, not a few per factor.
-        factors = mx.array(self.alphas).reshape(-1, *[1] * groups.ndim)
+        factors = mx.array(self.alphas).reshape(-1, *[1] * low.ndim)
         stored = self._close(low * factors, high * factors)
         if len(self.alphas) > 1:
-            step, bias = (p.astype(mx.float32) for p in self._open(*stored))
-            error = mx.square(self._nearest(groups, step, bias) * step + bias - groups).sum(axis, keepdims=True)
-            best = mx.argmin(error, axis=0, keepdims=True)
+            best = mx.argmin(error(*self._wide(*stored)), axis=0, keepdims=True)
             stored = tuple(mx.take_along_axis(p, best, axis=0) for p in stored)
-        scales, biases = (p[0] for p in stored)
-        step, bias = (p.astype(mx.float32) for p in self._open(scales, biases))
-        return self._nearest(groups, step, bias), scales.squeeze(axis), biases.squeeze(axis)
+        return stored[0][0], stored[1][0]
 
-    def _nearest(self, groups: mx.array, step: mx.array, bias: mx.array) -> mx.array:
-        return mx.clip(mx.round((groups - bias) / mx.maximum(step, 2.0**-24)), 0.0, (1 << self.bits) - 1)
+    def _nearest(self, x: mx.array, step: mx.array, bias: mx.array) -> mx.array:
+        return mx.clip(mx.round((x - bias) / mx.maximum(step, 2.0**-24)), 0.0, (1 << self.bits) - 1)
 
     def _close(self, low: mx.array, high: mx.array) -> tuple[mx.array, mx.array]:
         """Stored parameters of a range whose ends are in float32."""
@@ -123,30 +86,24 @@ class ClippedToken(TokenAffine):
     def _open(self, scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
         return _unpack8(scales, biases, (1 << self.bits) - 1) if self.fp8 else (scales, biases)
 
+    def _wide(self, scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
+        """Step and low end in float32."""
+        step, bias = self._open(scales, biases)
+        return step.astype(mx.float32), bias.astype(mx.float32)
+
     def _opened(self, codes: Codes) -> Codes:
         scales, biases = self._open(codes["scales"], codes["biases"])
         return {**codes, "scales": scales, "biases": biases}
 
     def encode(self, x: mx.array) -> Codes:
-        assert self._perm is not None or not self.fit_rows, "encode before fit"
-        x = self._reordered(x)
         parts = [super(ClippedToken, self).encode(x[:, :, i : i + ROWS]) for i in range(0, x.shape[2], ROWS)]
         return parts[0] if len(parts) == 1 else {n: mx.concatenate([p[n] for p in parts], axis=2) for n in parts[0]}
 
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
-        return self._in_order(super().decode(self._opened(codes), dtype))
+        return super().decode(self._opened(codes), dtype)
 
     def scores(self, q: mx.array, codes: Codes) -> mx.array:
-        if not self._native(True):
-            return Codec.scores(self, q, codes)
-        return super().scores(self._reordered(q), self._opened(codes))
+        return super().scores(q, self._opened(codes)) if self._native(True) else Codec.scores(self, q, codes)
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
-        if not self._native(False):
-            return Codec.mix(self, p, codes)
-        return self._in_order(super().mix(p, self._opened(codes)))
-
-
-def _take(x: mx.array, order: mx.array) -> mx.array:
-    """``x`` ``(B, H, n, D)`` with the channels of every head in ``order`` ``(B, H, D)``."""
-    return mx.take_along_axis(x, mx.broadcast_to(order[:, :, None], x.shape), axis=-1)
+        return super().mix(p, self._opened(codes)) if self._native(False) else Codec.mix(self, p, codes)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..codecs.clipped import ALPHAS, ClippedToken
+from ..codecs.clustered import ClusteredToken
 from ..core.types import Recipe, Stream
 from ._method import BITS, FLAG, MethodInfo, floats, ints, option, optional, refuse
 from ._prerope import before_rope
@@ -69,11 +70,13 @@ def check(config: FlatConfig) -> None:
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
     """Every token is encoded on its own as it leaves the window."""
     alphas = ALPHAS if config.skvq_clip_search else (config.skvq_clip_alpha,)
-    fit_rows = (config.n_calib_tokens or max(config.skvq_window, FIT_ROWS)) if config.skvq_reorder else 0
+    fit_rows = config.n_calib_tokens or max(config.skvq_window, FIT_ROWS)
 
     def codec(bits: int, dim: int) -> ClippedToken:
-        fp8 = bits <= FP8_BITS
-        return ClippedToken(bits, config.skvq_group_size, dim=dim, alphas=alphas, fp8=fp8, fit_rows=fit_rows)
+        group, fp8 = config.skvq_group_size, bits <= FP8_BITS
+        if config.skvq_reorder:
+            return ClusteredToken(bits, group, dim=dim, fit_rows=fit_rows, alphas=alphas, fp8=fp8)
+        return ClippedToken(bits, group, dim=dim, alphas=alphas, fp8=fp8)
 
     rotation, notes = before_rope(layer)
     window, sinks = config.skvq_window, config.skvq_n_sink
