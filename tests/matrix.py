@@ -195,7 +195,7 @@ def cachegen(bits: int, group: int) -> Callable[[int, Shape, int], int]:
 
 
 def skvq(bits: int, window: int, sinks: int, fit: int) -> Callable[[int, Shape, int], int]:
-    """As many groups as of 32, with two bytes each, two more per channel for its group; nothing before they are found."""
+    """As many groups as of 32, of two bytes each, two per channel for its group; nothing before they are found."""
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, *dims = shape
