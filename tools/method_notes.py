@@ -19,11 +19,11 @@ NOTES: dict[str, Note] = {
     ),
     "turboquant_mse": Note(
         "You want every token packed at once, without calibration, window or wait, at 3 or 4 bits per number.",
-        ("At 2 bits it costs far more quality than methods with a window of exact tokens.",),
+        ("No token is exact, the newest included: 2 bits cost a lot.",),
     ),
     "turboquant_rvq": Note(
         "Short contexts, and when nothing may be fitted or wait: every token is packed as it comes. Automatic "
-        "configuration chooses it up to 2,048 tokens.",
+        "configuration chooses it below 2,048 tokens, at 4 bits.",
         ("`bit_width_inlier` counts twice: b means 2 b bits per number.",),
     ),
     "polar": Note(
@@ -47,7 +47,7 @@ NOTES: dict[str, Note] = {
     ),
     "kivi": Note(
         "The first method to try: 4 bits cost little, nothing is fitted, trim and batches work, and the newest tokens "
-        "are exact. Automatic configuration chooses it between 2,048 and 16,384 tokens.",
+        "are exact. Automatic configuration chooses it, at 2 bits, from 2,048 to 16,384 tokens.",
         ("`residual_length` tokens of keys and of values stay in floats: short texts gain little.",),
     ),
     "kivi_sink": Note(
@@ -75,7 +75,7 @@ NOTES: dict[str, Note] = {
     ),
     "kvquant": Note(
         "3 or 4 bits on long contexts: levels follow the data, a few outliers stay exact. Automatic configuration "
-        "chooses it beyond 16,384 tokens.",
+        "chooses it from 16,384 tokens on.",
         ("Levels are fitted on the first tokens of the text itself, without the paper's gradients.",),
     ),
     "palu": Note(
@@ -107,7 +107,7 @@ NOTES: dict[str, Note] = {
         ),
     ),
     "streaming_llm": Note(
-        "Endless chats and streams of which only the latest part matters: memory never grows, prompts included.",
+        "Endless chats and streams of which only the latest part matters: memory stays the same, in prompts too.",
         ("It forgets the middle of a text, by design.",),
     ),
     "h2o": Note(
@@ -157,7 +157,7 @@ NOTES: dict[str, Note] = {
         "A fixed budget on models that you calibrate: scores need no attention weights.",
         (
             "Without an artifact the filters follow from the sequence at hand.",
-            "`qfilters_on_low_retention` warns or refuses where the budget is a small share of the text.",
+            "Where the budget is a small share of the text it warns, as `qfilters_on_low_retention` says.",
         ),
     ),
     "keyformer": Note(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -24,7 +22,8 @@ import mlx.core as mx  # noqa: E402
 
 from tests.matrix import ROWS  # noqa: E402
 from tools.method_notes import NOTES  # noqa: E402
-from veloxquant_mlx import KVCacheConfig  # noqa: E402
+from tools.method_numbers import MODELS, NOT_MEASURED, best, dropped, quality, settings  # noqa: E402
+from veloxquant_mlx import KVCacheConfig, QuantizerConfigError  # noqa: E402
 from veloxquant_mlx.cache.base import STANDALONE_METHODS  # noqa: E402
 from veloxquant_mlx.cache.registry import COMMON, METHODS, Method, method  # noqa: E402
 from veloxquant_mlx.cli.methods import source  # noqa: E402
@@ -33,10 +32,7 @@ from veloxquant_mlx.core.types import NEVER, LayerInfo, Recipe, Stream  # noqa: 
 from veloxquant_mlx.methods import _general, vecinfer  # noqa: E402
 
 PAGES = ROOT / "docs" / "methods"
-RESULTS = ROOT / "benchmarks" / "results"
-MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 MARK = "<!-- Written by tools/method_pages.py: do not edit. -->\n"
-NOT_MEASURED = "not measured"
 TOGETHER = ("xquant", "minicache", "xkv")  # layers that are packed together, as many as their group_size says
 # A layer as many models have it; nothing in a page depends on more than it says.
 LAYER = LayerInfo(head_dim=128, value_dim=128, kv_heads=8, query_heads=32, index=20, rank=20, n_layers=32)
@@ -213,29 +209,6 @@ def bytes_held(name: str) -> Iterator[str]:
     yield "</details>"
 
 
-@cache
-def results(kind: str, model: str) -> list[dict[str, Any]]:
-    file = RESULTS / f"{kind}_{model}.json"
-    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
-
-
-@cache
-def settings(kind: str, model: str) -> dict[str, Any]:
-    file = RESULTS / f"{kind}_{model}.json"
-    return json.loads(file.read_text(encoding="utf-8"))["settings"] if file.is_file() else {}
-
-
-def methods_in(label: str) -> list[str]:
-    """The methods of a measured row: its label begins with one, or joins two."""
-    return [re.match(r"\w+", part)[0] for part in label.split(" + ")]  # type: ignore[index]
-
-
-def quality(name: str, model: str) -> list[dict[str, Any]]:
-    """Measured rows of the method, alone first."""
-    rows = [row for row in results("quality", model) if name in methods_in(row["cache"])]
-    return sorted(rows, key=lambda row: (" + " in row["cache"], row["bits held"]))
-
-
 def measured(name: str) -> Iterator[str]:
     for model, title in MODELS.items():
         rows = quality(name, model)
@@ -259,17 +232,10 @@ def measured(name: str) -> Iterator[str]:
         yield from dropping(name)
 
 
-def dropped(name: str, model: str) -> list[dict[str, Any]]:
-    """Measured rows of the method dropping tokens, with the queries that it asks for."""
-    return [row for row in results("eviction", model) if row["method"] == name and row["queries"] != "keys instead"]
-
-
 def dropping(name: str) -> Iterator[str]:
     yield "### Tokens dropped"
     yield ""
-    found = {
-        m: [r for r in results("eviction", m) if r["method"] == name and r["queries"] != "keys instead"] for m in MODELS
-    }
+    found = {model: dropped(name, model) for model in MODELS}
     if not any(found.values()):
         yield f"{NOT_MEASURED.capitalize()}."
         yield ""
@@ -290,13 +256,23 @@ def dropping(name: str) -> Iterator[str]:
     yield ""
 
 
+def takes_capacity(name: str) -> bool:
+    """Whether a hard cap can be put on the method's default settings."""
+    try:
+        method(name).check(KVCacheConfig(method=name, capacity=1 << 20))  # type: ignore[arg-type]
+    except QuantizerConfigError:
+        return False
+    return True
+
+
 def limits(entry: Method) -> Iterator[str]:
     info, r = entry.info, recipe(entry.info.name)
     yield from (f"- {text}" for text in NOTES[info.name].limits)
     if drops(r):
         yield "- Drops tokens: it cannot be trimmed, so speculative decoding is refused."
         if info.name != "streaming_llm":
-            yield "- The prompt is held in full until it ends, unless `capacity` caps it."
+            unless = "unless `capacity` caps it" if takes_capacity(info.name) else "and `capacity` is refused"
+            yield f"- The prompt is held in full until it ends, {unless}."
     if r.deferred:
         yield "- Nothing is packed before the prompt ends (the first step of a single token); the prompt's peak stays."
     if r.together > 1:
@@ -352,21 +328,6 @@ def page(name: str) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def best(name: str, model: str) -> str:
-    """Bits held and KL of the row alone that holds the fewest bits, and of the one with the smallest KL.
-
-    Where there is none: of a prompt of which a quarter was kept.
-    """
-    rows = [r for r in quality(name, model) if " + " not in r["cache"] and " only" not in r["cache"]]
-    if not rows:
-        least = min(dropped(name, model), key=lambda r: r["budget"], default=None)
-        if least is None:
-            return NOT_MEASURED
-        return f"{16 * least['bytes held / float32']:.2f} bits: {least['mean KL']:.3f} *"
-    ends = dict.fromkeys((min(range(len(rows)), key=lambda i: rows[i][key])) for key in ("bits held", "mean KL"))
-    return "<br>".join(f"{rows[i]['bits held']:.2f} bits: {rows[i]['mean KL']:.3f}" for i in ends)
 
 
 def index() -> str:

@@ -28,7 +28,7 @@ SERVED = "http://127.0.0.1:8080"  # what pages say; tests listen elsewhere
 
 def furnish(folder: Path) -> None:
     """The reader's folder."""
-    models = make_folder(folder / PLACES[0])
+    models = make_folder(folder / PLACES[0], "mistral")  # no limit of length, heads of 32
     for place in PLACES[1:]:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / place).symlink_to(models)
@@ -50,8 +50,9 @@ class Reader:
 
     def read(self, block: Block) -> None:
         if block.title is not None:
-            return
-        if block.language == "python":
+            if "/" not in block.title:  # those of the repository are for the tests of their page
+                Path(block.title).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
             source = block.text if self.server is None else block.text.replace(SERVED, self.server.url)
             # Blank lines before it: errors name the line of the page.
             exec(compile("\n" * (block.line - 1) + source, str(block.page), "exec"), self.names)
@@ -78,8 +79,8 @@ def commands(text: str) -> list[str]:
 
 
 def veloxquant(reader: Reader, words: list[str], where: str) -> None:
-    """Runs the command; ``demo`` and ``doctor`` need a real model or a quiet machine: their options are parsed."""
-    if words[1] in ("demo", "doctor"):
+    """Runs the command. Of those that need a real model, a network or a quiet machine the options are parsed."""
+    if words[1] in ("demo", "doctor", "eval"):
         group: Any = typer.main.get_command(app)
         command = group.commands[words[1]]
         command.make_context(words[1], words[2:])

@@ -15,7 +15,7 @@ import yaml
 from tests.docs.blocks import DOCS, ROOT, blocks, pages
 from tests.docs.running import Reader, commands, furnish
 
-LANGUAGES = {"python", "bash", "text"}
+LANGUAGES = {"python", "bash", "json", "text"}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PAGES = [page for page in pages() if blocks(page)]
 

@@ -1,0 +1,56 @@
+"""The measured rows in benchmarks/results/, by method."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
+NOT_MEASURED = "not measured"
+
+
+@cache
+def results(kind: str, model: str) -> list[dict[str, Any]]:
+    file = RESULTS / f"{kind}_{model}.json"
+    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
+
+
+@cache
+def settings(kind: str, model: str) -> dict[str, Any]:
+    file = RESULTS / f"{kind}_{model}.json"
+    return json.loads(file.read_text(encoding="utf-8"))["settings"] if file.is_file() else {}
+
+
+def methods_in(label: str) -> list[str]:
+    """The methods of a measured row: its label begins with one, or joins two."""
+    return [re.match(r"\w+", part)[0] for part in label.split(" + ")]  # type: ignore[index]
+
+
+def quality(name: str, model: str) -> list[dict[str, Any]]:
+    """Measured rows of the method, alone first."""
+    rows = [row for row in results("quality", model) if name in methods_in(row["cache"])]
+    return sorted(rows, key=lambda row: (" + " in row["cache"], row["bits held"]))
+
+
+def dropped(name: str, model: str) -> list[dict[str, Any]]:
+    """Measured rows of the method dropping tokens, with the queries that it asks for."""
+    return [row for row in results("eviction", model) if row["method"] == name and row["queries"] != "keys instead"]
+
+
+def best(name: str, model: str) -> str:
+    """Bits held and KL of the row alone that holds the fewest bits, and of the one with the smallest KL.
+
+    Where there is none: of a prompt of which a quarter was kept.
+    """
+    rows = [r for r in quality(name, model) if " + " not in r["cache"] and " only" not in r["cache"]]
+    if not rows:
+        least = min(dropped(name, model), key=lambda r: r["budget"], default=None)
+        if least is None:
+            return NOT_MEASURED
+        return f"{16 * least['bytes held / float32']:.2f} bits: {least['mean KL']:.3f} *"
+    ends = dict.fromkeys((min(range(len(rows)), key=lambda i: rows[i][key])) for key in ("bits held", "mean KL"))
+    return "<br>".join(f"{rows[i]['bits held']:.2f} bits: {rows[i]['mean KL']:.3f}" for i in ends)
