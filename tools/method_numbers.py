@@ -51,6 +51,6 @@ def best(name: str, model: str) -> str:
         least = min(dropped(name, model), key=lambda r: r["budget"], default=None)
         if least is None:
             return NOT_MEASURED
-        return f"{16 * least['bytes held / float32']:.2f} bits: {least['mean KL']:.3f} *"
+        return f"{16 * least['bytes held / float32']:.2f}&nbsp;bits:&nbsp;{least['mean KL']:.3f}&nbsp;*"
     ends = dict.fromkeys((min(range(len(rows)), key=lambda i: rows[i][key])) for key in ("bits held", "mean KL"))
-    return "<br>".join(f"{rows[i]['bits held']:.2f} bits: {rows[i]['mean KL']:.3f}" for i in ends)
+    return "<br>".join(f"{rows[i]['bits held']:.2f}&nbsp;bits:&nbsp;{rows[i]['mean KL']:.3f}" for i in ends)

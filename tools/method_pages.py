@@ -271,7 +271,7 @@ def limits(entry: Method) -> Iterator[str]:
     if drops(r):
         yield "- Drops tokens: it cannot be trimmed, so speculative decoding is refused."
         if info.name != "streaming_llm":
-            unless = "unless `capacity` caps it" if takes_capacity(info.name) else "and `capacity` is refused"
+            unless = "unless `capacity` caps it" if takes_capacity(info.name) else "and `capacity` is refused at the defaults"
             yield f"- The prompt is held in full until it ends, {unless}."
     if r.deferred:
         yield "- Nothing is packed before the prompt ends (the first step of a single token); the prompt's peak stays."
