@@ -103,13 +103,11 @@ class ClusteredToken(ClippedToken):
     def _encoded(self, x: mx.array) -> Codes:
         assert self._groups is not None, "encode before fit"
         inside = _inside(self._groups, self.count)
-
-        def sums(y: mx.array) -> mx.array:
-            return mx.where(inside, y[..., None, :], 0.0).sum(-1)
+        sums = inside[:, :, 0].swapaxes(-1, -2).astype(mx.float32)
 
         def error(step: mx.array, bias: mx.array) -> mx.array:
             step, bias = self._spread(step), self._spread(bias)
-            return sums(mx.square(self._nearest(x, step, bias) * step + bias - x))
+            return mx.square(self._nearest(x, step, bias) * step + bias - x) @ sums
 
         scales, biases = self._chosen(*self._ends_of(x, inside), error)
         step, bias = (self._spread(p) for p in self._wide(scales, biases))
