@@ -151,7 +151,7 @@ NOTES: dict[str, Note] = {
     ),
     "skvq": Note(
         "2 to 4 bits with small parameters: clipped ranges, sinks and a window exact.",
-        ("The order of channels is found in the first tokens, then frozen.",),
+        ("Groups of channels are found in the first tokens, then frozen.",),
     ),
     "qfilters": Note(
         "A fixed budget on models that you calibrate: scores need no attention weights.",
