@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .. import __version__
 from ..cache.base import ModelConfig
 from ..core.exceptions import ArtifactNotFoundError, CacheInputError
 from ..methods._method import refuse
@@ -54,7 +55,8 @@ def run_eval(
             results[title] = evaluate(where, each, tasks, **settings)
         except OSError as error:  # neither a folder nor a repository that can be reached; data sets likewise
             raise unloadable(name, error) from error
-    versions = {package: version(package) for package in ("lm_eval", "mlx", "mlx-lm", "veloxquant-mlx")}
+    versions = {package: version(package) for package in ("lm_eval", "mlx", "mlx-lm")}
+    versions["veloxquant-mlx"] = __version__
     told = {"model": name, "tasks": tasks, "settings": settings, "versions": versions, "results": results}
     text = json.dumps(told, indent=1, default=str) + "\n"
     if out_file is not None:

@@ -2,7 +2,8 @@
 
 ``MLXLM`` asks its model for caches everywhere; ``attach`` lets the model make compressed ones. What it feeds at once is
 another matter: tokens of one call see each other uncompressed, so that a whole prompt or text in one call would measure
-nothing. Here the last token of a prompt goes alone, as in mlx_lm's generation, and texts go in short pieces.
+nothing. Here the last token of a prompt goes alone, as in mlx_lm's generation, and texts go in short pieces. The tokens
+of an answer that is scored still see each other uncompressed.
 """
 
 from __future__ import annotations
