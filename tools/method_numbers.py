@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from veloxquant_mlx.quality.results import Comparison, Row
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
@@ -39,6 +42,45 @@ def quality(name: str, model: str) -> list[dict[str, Any]]:
 def dropped(name: str, model: str) -> list[dict[str, Any]]:
     """Measured rows of the method dropping tokens, with the queries that it asks for."""
     return [row for row in results("eviction", model) if row["method"] == name and row["queries"] != "keys instead"]
+
+
+def comparisons() -> list[Comparison]:
+    """What ``veloxquant compare`` found, if it was committed: ``benchmarks/results/compare_*.json``."""
+    return [Comparison.load(file) for file in sorted(RESULTS.glob("compare_*.json"))]
+
+
+def compared(name: str) -> Iterator[str]:
+    """A table for each comparison that has rows of the method, alone or in a pair."""
+    for found in comparisons():
+        rows = [row for row in found.rows if name in row.method.split("+")]
+        if not rows:
+            continue
+        yield f"### {found.model.name}, every figure of `veloxquant compare`"
+        yield ""
+        yield f"{found.scored} predictions after {found.ctx:,} tokens. Machine: {found.machine}."
+        yield "[What the figures are](../quality.md)."
+        yield ""
+        yield "| Setting | Bits held | x smaller | Mean KL | Flips | Needles | Copy | Decode speed |"
+        yield "|---|---|---|---|---|---|---|---|"
+        yield from map(compared_row, rows)
+        yield ""
+
+
+def compared_row(row: Row) -> str:
+    """One line; what was not measured is a dash."""
+    if row.error is not None:
+        return f"| {row.label} | failed: {row.error} | | | | | | |".replace("\n", " ")
+    needle = None if row.needle is None else row.needle.mean
+    figures = (
+        (row.bits, ".2f"),
+        (row.ratio, ".2f"),
+        (row.mean_kl, ".4f"),
+        (row.top1_flips, ".0%"),
+        (needle, ".0%"),
+        (row.copy, ".2f"),
+        (row.decode_speed, ".2f"),
+    )
+    return f"| {row.label} | {' | '.join('–' if value is None else format(value, form) for value, form in figures)} |"
 
 
 def best(name: str, model: str) -> str:

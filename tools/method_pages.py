@@ -22,7 +22,7 @@ import mlx.core as mx  # noqa: E402
 
 from tests.matrix import ROWS  # noqa: E402
 from tools.method_notes import NOTES  # noqa: E402
-from tools.method_numbers import MODELS, NOT_MEASURED, best, dropped, quality, settings  # noqa: E402
+from tools.method_numbers import MODELS, NOT_MEASURED, best, compared, dropped, quality, settings  # noqa: E402
 from veloxquant_mlx import KVCacheConfig, QuantizerConfigError  # noqa: E402
 from veloxquant_mlx.cache.base import STANDALONE_METHODS  # noqa: E402
 from veloxquant_mlx.cache.registry import COMMON, METHODS, Method, method  # noqa: E402
@@ -230,6 +230,7 @@ def measured(name: str) -> Iterator[str]:
         yield ""
     if drops(recipe(name)):
         yield from dropping(name)
+    yield from compared(name)
 
 
 def dropping(name: str) -> Iterator[str]:
@@ -271,7 +272,11 @@ def limits(entry: Method) -> Iterator[str]:
     if drops(r):
         yield "- Drops tokens: it cannot be trimmed, so speculative decoding is refused."
         if info.name != "streaming_llm":
-            unless = "unless `capacity` caps it" if takes_capacity(info.name) else "and `capacity` is refused at the defaults"
+            unless = (
+                "unless `capacity` caps it"
+                if takes_capacity(info.name)
+                else "and `capacity` is refused at the defaults"
+            )
             yield f"- The prompt is held in full until it ends, {unless}."
     if r.deferred:
         yield "- Nothing is packed before the prompt ends (the first step of a single token); the prompt's peak stays."
