@@ -38,7 +38,7 @@ def model() -> Any:
     return tiny.build("llama")
 
 
-def run(model, chosen, **how):
+def run(model, chosen, **how) -> Any:
     settings: dict[str, Any] = {"ctx": 500, "scored": 8, "depths": (0.2, 0.8), "keys": ("word",)}
     return compare(model, TOKENIZER, chosen, TEXT, **{**settings, **how})
 
@@ -292,7 +292,8 @@ def test_a_family_has_its_methods_and_their_rows():
 def test_a_pair_has_the_settings_of_both():
     (plan,) = plans(["snapkv+kivi"])
     assert plan.label == "snapkv, 512 tokens + kivi, 4 bits" and plan.family == "eviction + group quantization"
-    first, second = plan.config()
+    pair: Any = plan.config()
+    first, second = pair
     assert (first.method, first.snap_budget, second.method, second.bit_width_inlier) == ("snapkv", 512, "kivi", 4)
 
 

@@ -1,5 +1,6 @@
 """Needles and repeated sequences: planted where they should be, asked for without a trace, the same for a seed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -107,10 +108,14 @@ def memory():
     return [SimpleNamespace(read=[], state=mx.array(0))]
 
 
+def trial_of(prompt, needles, repeat):
+    return probes.Trial(prompt, needles, repeat, tuple(range(sum(map(len, needles)))), (ord("\n"),))
+
+
 @pytest.mark.parametrize(("blind_after", "repeated"), [(10**9, 1.0), (10, 0.0)])
 def test_a_sequence_that_was_read_is_repeated_and_one_that_was_not_is_not(blind_after, repeated):
     rare = tuple(range(100, 127))
-    trial = probes.Trial((*map(ord, STORY[:50]), *rare), (), probes.Question(rare[:4], rare[4:]))
+    trial = trial_of((*map(ord, STORY[:50]), *rare), (), probes.Question(rare[:4], rare[4:]))
     assert probes.run(Knows(blind_after), memory(), trial).repeat == repeated
 
 
@@ -118,14 +123,30 @@ def test_one_wrong_token_of_an_answer_is_no_answer():
     fact = tuple(map(ord, "KEY=9137."))
     right = probes.Question(fact[:4], fact[4:])
     wrong = probes.Question(fact[:4], (*fact[4:-1], ord("!")))
-    trial = probes.Trial((*fact, *map(ord, "abcdefgh")), ((right, wrong),), right)
-    assert probes.run(Knows(), memory(), trial).needles == ((1.0, 0.0),)
+    trial = trial_of((*fact, *map(ord, "abcdefgh")), ((right, wrong), (wrong, right)), right)
+    mixed = replace(trial, order=(2, 0, 3, 1))
+    for one in (trial, mixed):
+        assert probes.run(Knows(), memory(), one).needles == ((1.0, 0.0), (0.0, 1.0))
 
 
-def test_questions_leave_the_caches_as_they_were_and_every_token_is_told():
-    model, told = tiny.build("llama"), []
+def test_the_turn_asks_everything_once_and_knows_where_the_answers_are():
     trial = build()
-    caches = make_prompt_cache(model)
-    probes.run(model, caches, trial, step=200, progress=told.append)
-    assert [cache.offset for cache in caches] == [900, 900]
+    fed, where = trial.turn()
+    asked = [*(q for row in trial.needles for q in row), trial.repeat]
+    assert [tuple(fed[at]) for at in where] == [q.answer for q in asked]
+    assert all(tuple(fed[at.start - len(q.ids) : at.start]) == q.ids for at, q in zip(where, asked, strict=True))
+    assert text_of(fed).count("The secret") == 6 and sorted(trial.order) == list(range(6)) != list(trial.order)
+    assert build(seed=1).order != build(seed=2).order
+
+
+def test_every_token_is_told_and_the_prompt_ends_with_a_token_alone():
+    model, told, lengths = tiny.build("llama"), [], []
+    trial = build()
+
+    def watched(ids, cache):
+        lengths.append(ids.shape[1])
+        return model(ids, cache=cache)
+
+    probes.run(watched, make_prompt_cache(model), trial, step=400, progress=told.append)
+    assert lengths == told == [400, 400, 99, 1, len(trial.turn()[0]) - 1]
     assert sum(told) == probes.tokens_of(trial)

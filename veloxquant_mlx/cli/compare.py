@@ -219,6 +219,7 @@ def show(found: Comparison, rows: Sequence[Row], out: Console) -> None:
     for row in rows:
         if row.error is not None:
             out.print(Text(f"{row.label}: ", "bold") + Text(row.error, "red"))
+    out.print()
     for text in explained(found, ready, out.width >= WIDE):
         out.print(Text(text, "dim"))
 
@@ -233,7 +234,7 @@ def table(found: Comparison, rows: Sequence[Row], wide: bool) -> Table:
         view.add_column(name, justify="right", no_wrap=True)
     best, first = {id(row) for row in front(rows)}, found.uncompressed
     if first is not None:
-        needle, copies = first.needle and first.needle.mean, None if first.copy is None else 1.0
+        needle, copies = first.needle and first.needle.mean, 1.0 if first.copy else None
         plain = ["16.00", "1.00x", "0", "0%", "1.00", _cell(needle, ".0%"), _cell(copies, ".0%"), "1.00x"]
         whole = next((row.bytes_16 for row in rows if row.bytes_16), None)
         view.add_row(

@@ -1,13 +1,12 @@
 """What a model can still find in a compressed cache: planted facts (needles), and a random sequence to go on with.
 
-All of them stand in one long text, which is read once. Questions come after the prompt has ended, each on a copy of
-the caches, as the turns of a conversation do: a method that drops tokens cannot know what will be asked. In the text
-itself the prompt ends with a general request, the same for all.
+All of them stand in one long text, which is read once. Questions come after the prompt has ended, as the turns of a
+conversation do: a method that drops tokens cannot know what will be asked; the prompt ends with a general request.
+They come in one call, each followed by its right answer, which says nothing about the others.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,12 +84,27 @@ class Question:
 class Trial:
     """One text: ``prompt`` with everything planted, ``needles[depth][key]`` to ask for, and the sequence to go on with.
 
-    ``repeat`` asks for a random sequence: its first tokens are the question, the others its answer.
+    ``repeat`` asks for a random sequence: its first tokens are the question, the others its answer. Needles are asked
+    for in ``order``, that of their depth by depth; ``end`` follows their answers.
     """
 
     prompt: tuple[int, ...]
     needles: tuple[tuple[Question, ...], ...]
     repeat: Question
+    order: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def turn(self) -> tuple[list[int], list[slice]]:
+        """The tokens of all questions and answers, and where every answer is in them: the needles', the repetition."""
+        fed: list[int] = []
+        asked = [question for row in self.needles for question in row]
+        where = [slice(0)] * len(asked)
+        for i in self.order:
+            fed += asked[i].ids
+            where[i] = slice(len(fed), len(fed) + len(asked[i].answer))
+            fed += (*asked[i].answer, *self.end)
+        fed += self.repeat.ids
+        return [*fed, *self.repeat.answer], [*where, slice(len(fed), len(fed) + len(self.repeat.answer))]
 
 
 @dataclass(frozen=True)
@@ -156,39 +170,36 @@ def build(
             f"{length - room}, more than {MOST:.0%}. Use a longer text, or fewer depths or keys."
         )
     prompt = (*encode.head, *_planted(pieces, room, planted), *request)
-    return Trial(prompt, tuple(map(tuple, needles)), Question(drawn[:COPY_CUE], drawn[COPY_CUE:]))
+    order = tuple(draw.permutation(len(depths) * len(keys)).tolist())
+    repeat = Question(drawn[:COPY_CUE], drawn[COPY_CUE:])
+    return Trial(prompt, tuple(map(tuple, needles)), repeat, order, encode(".\n"))
 
 
 def run(model: Any, caches: list[Any], trial: Trial, *, step: int = 512, progress: Progress | None = None) -> Answers:
-    """Read the prompt into empty ``caches``, as mlx_lm does, then ask everything on copies of them."""
+    """Read the prompt into empty ``caches``, as mlx_lm does, then ask everything.
+
+    A token of an answer counts where it is the model's first choice after the right ones before it: all of them do
+    exactly where greedy decoding would give the answer.
+    """
     ids, tell = mx.array(trial.prompt)[None], progress or (lambda count: None)
     last = len(trial.prompt) - 1
     for start, stop in [*((i, min(i + step, last)) for i in range(0, last, step)), (last, last + 1)]:
         model(ids[:, start:stop], cache=caches)  # no logits: only what is evaluated is computed
         mx.eval([cache.state for cache in caches])
         tell(stop - start)
-    needles = tuple(tuple(float(all(ask(model, caches, q, tell))) for q in row) for row in trial.needles)
-    said = ask(model, caches, trial.repeat, tell)
-    return Answers(needles, sum(said) / len(said))
-
-
-def ask(model: Any, caches: list[Any], question: Question, progress: Progress | None = None) -> list[bool]:
-    """For every token of the answer, whether it is the model's first choice after the right ones before it.
-
-    All are right exactly where greedy decoding would give the answer. The caches stay as they are.
-    """
-    fed = (*question.ids, *question.answer[:-1])
-    logits = model(mx.array(fed)[None], cache=copy.deepcopy(caches))[0, len(question.ids) - 1 :]
-    chosen = np.array(mx.argmax(logits, axis=-1)).tolist()
-    if progress is not None:
-        progress(len(fed))
-    return [a == b for a, b in zip(chosen, question.answer, strict=True)]
+    fed, where = trial.turn()
+    choices = mx.argmax(model(mx.array(fed[:-1])[None], cache=caches)[0], axis=-1)
+    right = np.array(choices) == np.array(fed[1:])
+    tell(len(fed) - 1)
+    said = [right[at.start - 1 : at.stop - 1] for at in where]
+    found, keys = [float(part.all()) for part in said[:-1]], len(trial.needles[0]) if trial.needles else 1
+    needles = tuple(tuple(found[i : i + keys]) for i in range(0, len(found), keys))
+    return Answers(needles, float(said[-1].mean()))
 
 
 def tokens_of(trial: Trial) -> int:
     """Tokens that ``run`` feeds."""
-    asked = [*(q for row in trial.needles for q in row), trial.repeat]
-    return len(trial.prompt) + sum(len(q.ids) + len(q.answer) - 1 for q in asked)
+    return len(trial.prompt) + len(trial.turn()[0]) - 1
 
 
 def _pieces(encode: Encoder, text: str) -> list[tuple[int, ...]]:
