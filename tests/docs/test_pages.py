@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docs.blocks import DOCS, ROOT, blocks, pages
+from tests.docs.blocks import DOCS, ROOT, Block, blocks, pages
 from tests.docs.running import Reader, commands, furnish
 
 LANGUAGES = {"python", "bash", "json", "text"}
@@ -59,6 +59,14 @@ def test_every_block_of_a_page_runs(page: Path, reader: Reader) -> None:
 def test_a_wrong_shell_line_is_found(line: str, error: str, reader: Reader) -> None:
     with pytest.raises(AssertionError, match=error):
         reader.shell(line, "page:1")
+
+
+def test_an_error_names_the_line_of_its_page(reader: Reader) -> None:
+    block = Block(DOCS / "quickstart.md", 7, "python", "x = 1\nraise ValueError('here')\n")
+    with pytest.raises(ValueError, match="here") as caught:
+        reader.read(block)
+    last = caught.traceback[-1]
+    assert (str(last.path), last.lineno + 1) == (str(block.page), 8)
 
 
 def test_lines_are_joined_and_blocks_are_found_where_they_stand(tmp_path: Path) -> None:
