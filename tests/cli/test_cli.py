@@ -15,7 +15,7 @@ from veloxquant_mlx.core.text import size
 from veloxquant_mlx.models.gguf import ensure_model
 
 RUNNER = CliRunner()
-COMMANDS = ["demo", "generate", "calibrate", "auto-config", "methods", "doctor"]
+COMMANDS = ["demo", "generate", "calibrate", "ruler", "eval", "auto-config", "methods", "doctor"]
 
 
 def run(*words):

@@ -254,12 +254,14 @@ def test_a_method_that_raises_keeps_what_it_has_and_the_others_go_on(model) -> N
             raise RuntimeError("no more")
         return make_prompt_cache(model)
 
-    found = ruler(model, letters(), {"bad": fails, "good": lambda: make_prompt_cache(model)}, lengths=[500],
-                  tasks=["single"], samples=3)  # fmt: skip
+    rows, partly = {"bad": fails, "good": lambda: make_prompt_cache(model)}, []
+    found = ruler(model, letters(), rows, lengths=[500], tasks=["single"], samples=3, so_far=partly.append)
     _, bad, good = found.methods
     assert (len(bad.scores), bad.error, len(calls)) == (1, "RuntimeError: no more", 2)
     assert (len(good.scores), good.error) == (3, None)
     assert found.cells(bad)[0].samples == 1
+    assert [[len(method.scores) for method in part.methods] for part in partly] == [[1, 1, 1], [2, 1, 2], [3, 1, 3]]
+    assert partly[-1] == found
 
 
 def test_results_are_reproducible_and_json(model) -> None:

@@ -17,7 +17,7 @@ from ..cache.base import ModelConfig
 from ..core.exceptions import ArtifactNotFoundError, CacheInputError
 from ..methods._method import refuse
 from ..quality.results import write
-from .generate import location, unloadable
+from .generate import location
 
 BASELINE = "uncompressed"
 
@@ -53,8 +53,11 @@ def run_eval(
         err.print(f"[dim]evaluating: {title}[/]")
         try:
             results[title] = evaluate(where, each, tasks, **settings)
-        except OSError as error:  # neither a folder nor a repository that can be reached; data sets likewise
-            raise unloadable(name, error) from error
+        except OSError as error:
+            raise ArtifactNotFoundError(
+                f"the model or the data of a task cannot be loaded ({type(error).__name__}: "
+                f"{[*str(error).splitlines(), ''][0]}). Give the folder of a model; most tasks download their data."
+            ) from error
     versions = {package: version(package) for package in ("lm_eval", "mlx", "mlx-lm")}
     versions["veloxquant-mlx"] = __version__
     told = {"model": name, "tasks": tasks, "settings": settings, "versions": versions, "results": results}

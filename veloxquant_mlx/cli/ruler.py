@@ -91,6 +91,12 @@ def run_ruler(
     remember_tokenizer(model, tokenizer)
     # On the CPU the model computes in float32; keys and values are held in 16 bits as on a GPU.
     half = mx.float16 if mx.default_device().type == mx.DeviceType.cpu else None
+    about = {"model": name, "plans": {p.label: {"method": p.method, "fields": dict(p.fields)} for p in rows}}
+
+    def save(found: Ruler) -> None:
+        if out_file is not None:
+            write(out_file, found.to_json(**about))
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("answers"))
     with Progress(*columns, TimeElapsedColumn(), console=err) as progress:
         bar = progress.add_task("asking", total=None)
@@ -104,12 +110,10 @@ def run_ruler(
             seed=seed,
             kv_dtype=half,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            so_far=save,  # a run that is interrupted leaves what it has
         )
-    told = found.to_json(model=name, plans={p.label: {"method": p.method, "fields": dict(p.fields)} for p in rows})
-    if out_file is not None:
-        write(out_file, told)
     if as_json:
-        out.print_json(told)
+        out.print_json(found.to_json(**about))
     else:
         show(found, out)
     return all(method.error is None for method in found.methods)

@@ -171,45 +171,45 @@ def ruler(
     kv_dtype: mx.Dtype | None = None,
     step: int = 2048,
     progress: Callable[[int, int], None] | None = None,
+    so_far: Callable[[Ruler], None] | None = None,
 ) -> Ruler:
     """Ask every question with the model's own cache and with those of every factory (by label).
 
     ``lengths`` are tokens, prompt and answer together. ``kv_dtype``: compressed caches receive K and V in it (see
-    ``measure``). ``progress`` gets the passes done and the passes in all. A method that raises keeps the scores that it
-    has and its error, and the others go on.
+    ``measure``). ``progress`` gets the passes done and the passes in all, ``so_far`` what there is after a question. A
+    method that raises keeps the scores that it has and its error, and the others go on.
     """
     check(model, lengths, tasks, samples, factories)
-    everyone: dict[str, Factory] = {UNCOMPRESSED: lambda: make_prompt_cache(model), **factories}
-    methods = {label: Method(label) for label in everyone}
-    passes, done = len(lengths) * len(tasks) * samples * len(everyone), 0
+    methods = {label: Method(label) for label in (UNCOMPRESSED, *factories)}
+    versions = {name: version(name) for name in ("mlx", "mlx-lm")}
+    versions |= {"veloxquant-mlx": __version__, "python": platform.python_version()}
+    passes, done = len(lengths) * len(tasks) * samples * len(methods), 0
+
+    def found() -> Ruler:
+        return Ruler(tuple(tasks), tuple(sorted(lengths)), samples, seed, tuple(methods.values()), versions)
+
     for sample, length in _samples(tokenizer, lengths, tasks, samples, seed):
-        prompt, truth, bytes_16 = prompt_of(tokenizer, sample), 0.0, 0
-        for label, make_caches in everyone.items():
-            method = methods[label]
-            if method.error is None:
+        own, truth = make_prompt_cache(model), None
+        for label, method in methods.items():
+            if label == UNCOMPRESSED:
+                truth = _ask(model, tokenizer, own, sample, length, step)
+                methods[label] = replace(method, scores=(*method.scores, truth), ratio=1.0)
+            elif method.error is None:
                 try:
-                    caches = make_caches()
-                    if label != UNCOMPRESSED and kv_dtype is not None:
+                    caches = factories[label]()
+                    if kv_dtype is not None:
                         store_as(caches, kv_dtype)
-                    score = _ask(model, tokenizer, caches, sample, length, prompt, step)
-                except Exception as error:
-                    if label == UNCOMPRESSED:
-                        raise  # without it nothing can be compared
-                    methods[label] = replace(method, error=f"{type(error).__name__}: {error}")
-                else:
-                    if label == UNCOMPRESSED:
-                        truth, bytes_16 = score.logprob, 2 * sum(_numbers_held(c) for c in caches)
-                    ratio = 1.0 if label == UNCOMPRESSED else bytes_16 / cache_report(caches).nbytes
-                    score = replace(score, delta=score.logprob - truth)
+                    score = _ask(model, tokenizer, caches, sample, length, step, truth)
+                    ratio = 2 * sum(map(_numbers_held, own)) / cache_report(caches).nbytes
                     methods[label] = replace(method, scores=(*method.scores, score), ratio=ratio)
+                except Exception as error:
+                    methods[label] = replace(method, error=f"{type(error).__name__}: {error}")
             done += 1
             if progress is not None:
                 progress(done, passes)
-    versions = {name: version(name) for name in ("mlx", "mlx-lm")} | {"veloxquant-mlx": __version__}
-    return Ruler(
-        tuple(tasks), tuple(sorted(lengths)), samples, seed, tuple(methods.values()),
-        versions | {"python": platform.python_version()},
-    )  # fmt: skip
+        if so_far is not None:
+            so_far(found())
+    return found()
 
 
 def check(
@@ -249,9 +249,16 @@ def _samples(
 
 
 def _ask(
-    model: Any, tokenizer: Any, caches: list[Any], sample: Sample, length: int, prompt: Prompt, step: int
+    model: Any,
+    tokenizer: Any,
+    caches: list[Any],
+    sample: Sample,
+    length: int,
+    step: int,
+    truth: Score | None = None,
 ) -> Score:
-    """One question with ``caches``, which hold the prompt afterwards; ``delta`` is left to the caller."""
+    """One question with ``caches``, which hold the prompt afterwards; ``truth`` is what the uncompressed one scored."""
+    prompt = prompt_of(tokenizer, sample)
     last = len(prompt.ids) - 1
     for start in range(0, last, step):
         model(mx.array(prompt.ids[start : min(start + step, last)])[None], cache=caches)
@@ -264,10 +271,18 @@ def _ask(
     else:
         said = tokenizer.decode(_greedy(model, caches, first, prompt.room, tokenizer.eos_token_ids)).strip()
     return Score(
-        task=sample.task, length=length, index=sample.index, depths=sample.depths, tokens=len(prompt.ids),
-        logprob=likely, delta=0.0, margin=likely - max(rivals), match=sample.found(said), expected=sample.right,
+        task=sample.task,
+        length=length,
+        index=sample.index,
+        depths=sample.depths,
+        tokens=len(prompt.ids),
+        logprob=likely,
+        delta=0.0 if truth is None else likely - truth.logprob,
+        margin=likely - max(rivals),
+        match=sample.found(said),
+        expected=sample.right,
         said=said,
-    )  # fmt: skip
+    )
 
 
 def _next(model: Any, caches: list[Any], token: int) -> np.ndarray:
