@@ -56,9 +56,9 @@ def link(entry: Method) -> str:
     return source(entry)
 
 
-def prose(text: str) -> list[str]:
+def prose(text: str) -> str:
     """A docstring as Markdown."""
-    return [text.replace("``", "`").replace("[design]", "**[design]**")]
+    return text.replace("``", "`").replace("[design]", "**[design]**")
 
 
 def docstring(entry: Method) -> tuple[str, str]:
@@ -98,15 +98,16 @@ def storage(stream: Stream, drops: bool) -> list[str]:
     """Cells about one tensor: packing, exact tokens."""
     if stream.codec is None:
         return ["not packed", "all that stay" if drops else "all"]
-    bits, aged = packed_bits(stream), "; coarser with age" if stream.older else ""
-    width = "as the formula says" if bits is None else f"{bits:.2f}"
-    together = f" in blocks of {stream.chunk} tokens" if 1 < stream.chunk < NEVER else ""
-    if stream.chunk >= NEVER:
-        together = ": the first prompt, once"
+    bits = packed_bits(stream)
+    said = ["see below" if bits is None else f"{bits:.2f}"]
+    said += ["the first prompt in one block"] * (stream.prompt is not None)
+    later = "later ones " if stream.prompt is not None else ""
+    said += [f"{later}in blocks of {stream.chunk} tokens"] * (1 < stream.chunk < NEVER)
+    said += ["fewer bits with age"] * bool(stream.older)
     exact = [f"first {stream.sinks}"] * (stream.sinks > 0) + [f"newest {stream.window}"] * (stream.window > 0)
     exact += [f"fewer than {stream.chunk} that wait"] * (1 < stream.chunk < NEVER)
     exact += ["all after the first prompt"] * (stream.chunk >= NEVER)
-    return [f"{width}{together}{aged}", ", ".join(exact) or "none"]
+    return [", ".join(said), ", ".join(exact) or "none"]
 
 
 def identity(entry: Method) -> Iterator[str]:
@@ -143,8 +144,8 @@ def usage(entry: Method) -> Iterator[str]:
     yield "```"
 
 
-def own_fields(entry: Method) -> Iterator[tuple[str, str, Any, str, str]]:
-    """Name, type, default, valid range and help of every field that the method reads beyond the common ones."""
+def own_fields(entry: Method) -> Iterator[tuple[str, Any, str, str]]:
+    """Name, default, valid range and help of every field that the method reads beyond the common ones."""
     shared = {
         f.name: f
         for group in (_general.CoreFields, vecinfer.VecInferOptions, _general.SharedFields, _general.KernelFields)
@@ -152,10 +153,10 @@ def own_fields(entry: Method) -> Iterator[tuple[str, str, Any, str, str]]:
     }
     options = dataclasses.fields(entry.info.options) if entry.info.options else ()
     for f in options:
-        yield f.name, str(f.type), f.default, f.metadata["valid"].text, f.metadata["help"]
+        yield f.name, f.default, f.metadata["valid"].text, f.metadata["help"]
     for name, valid in entry.info.reads.items():
         f = shared[name]
-        yield name, str(f.type), f.default, valid.text, f.metadata["help"]
+        yield name, f.default, valid.text, f.metadata["help"]
 
 
 def fields_table(entry: Method) -> Iterator[str]:
@@ -165,7 +166,7 @@ def fields_table(entry: Method) -> Iterator[str]:
         return
     yield "| Field | Default | Must be | Meaning |"
     yield "|---|---|---|---|"
-    for name, _, default, valid, help in rows:
+    for name, default, valid, help in rows:
         yield f"| `{name}` | {code(default)} | {cell(valid)} | {cell(help)} |"
     yield ""
     yield "A value outside is refused when the cache is made, with the field, the valid range and a remedy. Beside"
@@ -183,7 +184,7 @@ def formula(name: str) -> tuple[str, str]:
 
 def bytes_held(name: str) -> Iterator[str]:
     r = recipe(name)
-    yield "With the defaults, heads of 128 numbers and 8 key/value heads:"
+    yield f"With the defaults, in layer {LAYER.index + 1} of {LAYER.n_layers}, heads of {LAYER.head_dim} numbers:"
     yield ""
     yield "| | Bits per packed number | Exact tokens |"
     yield "|---|---|---|"
@@ -301,7 +302,7 @@ def page(name: str) -> str:
         MARK,
         f"# {entry.info.title}",
         "",
-        *prose(first),
+        prose(first),
         "",
         *identity(entry),
         "",
@@ -314,7 +315,7 @@ def page(name: str) -> str:
         "What the paper leaves open and we decided is marked **[design]** or *ours*, what could not be confirmed",
         "*uncertain*.",
         "",
-        *prose(rest),
+        prose(rest),
         "",
         "## Fields",
         "",
