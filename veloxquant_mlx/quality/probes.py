@@ -141,20 +141,20 @@ def build(
     keys: Sequence[str] = KEYS,
     seed: int = 0,
 ) -> Trial:
-    """A text of ``length`` tokens out of ``text`` with a needle for every depth and key; the same for the same seed.
+    """A text of ``length`` tokens out of ``text`` with a needle for every depth and key, drawn by seed and length.
 
     Raises ``CacheInputError`` where needles would be more than ``MOST`` of it.
     """
     if len(depths) * len(keys) > min(len(PLACES), len(WORDS)):
         raise CacheInputError(f"{len(depths)} depths x {len(keys)} keys; valid: at most {len(PLACES)} needles.")
-    encode, draw = Encoder(tokenizer), np.random.default_rng(seed)
+    encode, draw = Encoder(tokenizer), np.random.default_rng([seed, length])
     places, words = iter(draw.permutation(PLACES).tolist()), iter(draw.permutation(WORDS).tolist())
     planted, needles = [], []
     for depth in depths:
         needles.append([])
         for key in keys:
             asked = f"The secret {key} of the {next(places)} is"
-            answer = f" {draw.integers(1000, 10000)}" if key == "number" else f" {next(words)}"
+            answer = f" {draw.integers(100, 1000)}" if key == "number" else f" {next(words)}"
             planted.append((depth, encode(f" {asked}{answer}.")))
             needles[-1].append(encode.question(asked, answer))
     pieces = _pieces(encode, text)
