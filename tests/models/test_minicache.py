@@ -113,6 +113,21 @@ def test_keys_without_their_bias_are_no_wider(threshold: float) -> None:
         np.testing.assert_allclose(got, want, atol=0.02)
 
 
+@pytest.mark.parametrize("threshold", [1.0, -0.1], ids=["as they came", "merged"])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_bias_in_one_layer_of_a_group(threshold: float, layer: int, dtype: mx.Dtype) -> None:
+    """Keys of the other layer come in the model's dtype; what they share is no wider than that either."""
+    model = biased(60.0)
+    other = model.layers[1 - layer].self_attn.k_proj
+    other.bias = mx.zeros_like(other.bias)
+    model.set_dtype(dtype)
+    caches = caches_of(model, minicache_retention_threshold=threshold)
+    mx.eval(model(tiny.tokens(PROMPT), cache=caches))
+    assert [cache.layer.key_bias is not None for cache in caches] == [layer == 0, layer == 1]
+    assert {a.itemsize for cache in caches for a in cache.store.keys.packed.codes.values()} == {2}
+
+
 @pytest.mark.parametrize("size", SOME)
 def test_trim_of_the_list(model: Any, size: int) -> None:
     """At whole blocks it is what a fresh cache fed the shorter text holds, bit for bit."""

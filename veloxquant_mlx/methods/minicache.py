@@ -21,7 +21,7 @@ per number are held. At 0.0, five of the fourteen tensors in groups are merged, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 FIT_ROWS = 256
 BLOCK = 64
+BIASED = "key_bias"  # in ``LayerInfo.derived``
 
 
 @dataclass
@@ -66,7 +67,12 @@ INFO = MethodInfo(
 def prepare(model: Any, slots: Sequence[Slot], config: FlatConfig) -> Sequence[Slot]:
     """Groups of neighbours from ``minicache_start_frac`` of the depth on."""
     layers = sum(slot.layer is not None for slot in slots)
-    return grouped(slots, config.minicache_group_size, ceil(config.minicache_start_frac * layers))
+    slots = grouped(slots, config.minicache_group_size, ceil(config.minicache_start_frac * layers))
+    joined = [(slot, slot.layer) for slot in slots if slot.layer is not None and slot.layer.members > 1]
+    biased = {layer.group for _, layer in joined if layer.key_bias is not None}
+    told = {BIASED: "keys of a layer in the group are held without theirs"}
+    known = {slot.index: replace(layer, derived=told) for slot, layer in joined if layer.group in biased}
+    return [replace(slot, layer=known[slot.index]) if slot.index in known else slot for slot in slots]
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
@@ -88,10 +94,12 @@ def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
         )
         return Stream(codec, chunk=min(BLOCK, most))
 
+    biased = layer.key_bias is not None or BIASED in layer.derived
     mean = f"{members} layers share the mean of their directions; minicache_slerp_t is for two"
     return Recipe(
-        # Without the constant part of a bias keys come in float32, whatever the model's dtype.
-        keys=stream(None if layer.key_bias is None else mx.float16),
+        # Without the constant part of a bias keys come in float32, whatever the model's dtype, and all that are packed
+        # with them become as wide.
+        keys=stream(mx.float16 if biased else None),
         values=stream(),
         together=members,
         most_raw=("minicache_max_ctx", most),
