@@ -479,6 +479,18 @@ def test_weights_are_shared_and_saved(tmp_path: Path) -> None:
     assert np.array_equal(more, again)
 
 
+def test_weights_that_change() -> None:
+    """Bases follow the weights of a model that is tuned, fused or loaded anew; unchanged weights share theirs."""
+    model, other = tiny.build("llama"), tiny.build("llama", seed=9)
+    first, again = caches(model, **FLOATS), caches(model, **FLOATS)
+    model.update(other.parameters())
+    now, want = caches(model, **FLOATS), caches(other, **FLOATS)
+    for old, same, cache, fresh in zip(first, again, now, want, strict=True):
+        for name, basis in cache.layer.derived.items():
+            assert old.layer.derived[name] is same.layer.derived[name]
+            assert identical(basis, fresh.layer.derived[name]) and not identical(basis, old.layer.derived[name])
+
+
 def test_fixed_tokens_beat_weights() -> None:
     """``n_calib_tokens`` asks for a basis of the sequence's own."""
     made = caches(tiny.build("llama"), n_calib_tokens=64, palu_rank=8)

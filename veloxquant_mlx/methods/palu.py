@@ -33,8 +33,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..artifacts.calibration import CalibrationArtifact, calibrated
+from ..artifacts.sealed import raw_bytes
 from ..codecs.base import ALL
 from ..codecs.headgroups import FLOAT, ROWS_PER_LATENT, GroupLatents
 from ..core.types import Recipe, Stream
@@ -97,7 +100,7 @@ def prepare(model: Any, slots: Sequence[Slot], config: FlatConfig) -> Sequence[S
     width = hidden_size(model)
 
     def told(slot: Slot, layer: LayerInfo) -> Slot:
-        settings = _settings(config), isinstance(layer.rope, UnknownRotation), layer.key_bias is None
+        settings = _settings(config), isinstance(layer.rope, UnknownRotation), layer.key_bias is None, _print(slot)
         derived = remembered(
             slot.attention, 0, settings, lambda: _of_weights(config, layer, projections(slot.attention, width))
         )
@@ -155,6 +158,14 @@ def _codec(config: FlatConfig, part: str) -> GroupLatents:
 def _settings(config: FlatConfig) -> tuple[Any, ...]:
     """All that bases depend on, besides where they come from."""
     return tuple(getattr(config, field.name) for field in dataclasses.fields(PALUOptions))
+
+
+def _print(slot: Slot) -> bytes:
+    """The first numbers of every weight of the layer's attention: tuned or loaded anew they are others."""
+    if not isinstance(slot.attention, nn.Module):
+        return b""
+    leaves: Any = tree_flatten(slot.attention.parameters())
+    return b"".join(raw_bytes(weight.reshape(-1)[:8]) for _, weight in sorted(leaves))
 
 
 def _of_weights(
