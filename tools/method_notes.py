@@ -203,7 +203,7 @@ NOTES: dict[str, Note] = {
         ("Tokens after the first prompt are not compressed.",),
     ),
     "rocketkv": Note(
-        "Long prompts where decoding should read little and most tokens must stay available.",
+        "Long prompts where a step of decoding should read little: more tokens are held than it reads.",
         ("It holds more than its ratio says: the ratio is of what a step reads.",),
     ),
     "age_tiered": Note(

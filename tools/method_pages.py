@@ -160,13 +160,9 @@ def own_fields(entry: Method) -> Iterator[tuple[str, Any, str, str]]:
 
 
 def fields_table(entry: Method) -> Iterator[str]:
-    rows = list(own_fields(entry))
-    if not rows:
-        yield "None beyond the [fields of every method](index.md#fields-of-every-method)."
-        return
     yield "| Field | Default | Must be | Meaning |"
     yield "|---|---|---|---|"
-    for name, default, valid, help in rows:
+    for name, default, valid, help in own_fields(entry):
         yield f"| `{name}` | {code(default)} | {cell(valid)} | {cell(help)} |"
     yield ""
     yield "A value outside is refused when the cache is made, with the field, the valid range and a remedy. Beside"
