@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.joint import group, layers, run
-from tests.matrix import Tensors, feed, same_state, split, tensors
+from tests.matrix import Tensors, feed, identical, same_state, split, tensors
 from tests.models import tiny
 from tests.parts.test_kvtc import rows
 from veloxquant_mlx import KVCacheBuilder, KVCacheConfig, QuantizerConfigError
@@ -239,6 +239,16 @@ def test_blocks_of_the_fit_are_never_kept() -> None:
     made = codecs(x, 2, rank=16)
     assert share(decoded(made, x), x) > 0.8 and not np.array(made[0].encode(x)["kept"]).any()
     assert np.array(made[0].encode(strange(planted(2, tokens=64), (0, 1)))["kept"]).any()
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_latents_beyond_float16(bits: int) -> None:
+    """256 numbers of 6,000 in a row are one latent of 96,000: such blocks keep their rows."""
+    x = planted(2, tokens=256)
+    large = mx.concatenate([x[:, :, :128], x[:, :, 128:] + 6000], axis=2)
+    made = codecs(large, 2, bits=bits)
+    assert np.array_equal(np.array(made[0].encode(large)["kept"])[0], [0, 0, 0, 0, 1, 1, 1, 1])
+    assert identical(decoded(made, large)[:, :, 128:], large[:, :, 128:])
 
 
 @pytest.mark.parametrize("bits", [4, 5, 16])

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .affine import ChannelAffine
-from .base import Axis, Codec, Codes, cast
+from .base import F16_MAX, Axis, Codec, Codes, cast
 from .basis import MOST_CHANNELS, TINY, leading_axes, sampled
 from .headgroups import FLOAT, Half
 from .joint import JointCodec, JointRows
@@ -27,8 +27,9 @@ class SharedLatents(JointCodec):
     the fit, nothing centred. ``r`` is ``rank``, or the fewest that keep the share ``energy`` of the squared singular
     values; at most half the numbers of a row. Each sequence of a batch has its own axes. With ``bits`` below 16 every
     latent has min/max groups of ``group`` tokens. A block whose relative error, latents not yet quantised, exceeds 0.5
-    keeps its rows, if it is also larger than that of every block of the fit. ``turned``: rows come in float32 because
-    their positions were taken out; where they are kept, in float16.
+    keeps its rows, if it is also larger than that of every block of the fit; so does one with a latent that float16
+    cannot hold. ``turned``: rows come in float32 because their positions were taken out; where they are kept, in
+    float16.
 
     Fitted: ``m<j>.basis`` float16 ``(B, H, D, r)``, ``share`` of the energy and ``limit``, the largest squared relative
     error, float32 ``(B, 1)``; where factors would not pay, ``apart`` int32 (rank, numbers per row, rows) alone.
@@ -117,7 +118,8 @@ class SharedLatents(JointCodec):
     def encode(self, x: mx.array) -> Codes:
         rows = _beside(x)
         z = self._project(rows, self._fitted)
-        kept = self._lost(rows, z) > self._fitted["limit"]
+        beyond = mx.abs(z).reshape(z.shape[0], -1, self.block * z.shape[3]).max(-1) > F16_MAX
+        kept = (self._lost(rows, z) > self._fitted["limit"]) | beyond
         if not (flags := np.array(kept)).any():
             return {**self._latents.encode(z), "kept": kept.astype(mx.uint8)}
         z = mx.where(mx.repeat(kept, self.block, axis=1)[:, None, :, None], 0.0, z)
