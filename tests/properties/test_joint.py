@@ -145,6 +145,21 @@ def test_prompt_cache_files(name: str, members: int, tmp_path: Path) -> None:
     assert all(same_state(a, b) for a, b in zip(loaded, caches, strict=True))
 
 
+@pytest.mark.parametrize("by_hand", [0, 1])
+def test_layers_that_do_and_do_not_attend_through_their_caches(name: str, by_hand: int) -> None:
+    """Rows of a layer with attention code of its own settle one call later: the group packs what all of them have."""
+    data, caches = layers(2, tokens=T + 40), group(name, 2)
+    for at, n in [(0, 200), (200, 99), *[(at, 1) for at in range(299, T + 40)]]:
+        meet(caches, n)
+        for j, (cache, rows) in enumerate(zip(caches, data, strict=True)):
+            part = rows.part(at, at + n)
+            cache.update_and_fetch(part.k, part.v)
+            if j != by_hand:
+                cache.attend(part.q, scale=0.125, mask=None if n == 1 else "causal")
+    assert all(cache.store.keys.n_sealed >= 256 for cache in caches)
+    assert all(cache.materialize()[0].shape[2] == T + 40 for cache in caches)
+
+
 def test_batches_are_rows_of_their_own(name: str) -> None:
     """Two sequences of different lengths in one batch give what each gives alone; so does what is taken out again."""
     long, short = layers(3), layers(3, seed=5, tokens=170)

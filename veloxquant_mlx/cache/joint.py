@@ -73,16 +73,20 @@ def _link(streams: Sequence[StreamStore]) -> None:
 
 
 def settle(cache: CompressedKVCache) -> bool:
-    """Pack the rows that all layers of the group have, once each has said so; returns whether that is now."""
+    """Pack the rows that all layers of the group have, once each has said so; returns whether that is now.
+
+    A layer with attention code of its own settles with its next rows: where others do so at once, they may be ahead.
+    """
     caches = peers(cache)
     ready = [cache.store.numbers.get("ready", -1) for cache in caches]
-    if not ready or min(ready) < max(ready) or ready[0] < 0:
+    if not ready or min(ready) < 0:
         return False
     first, *others = caches
     ends = all(cache.store.numbers["ends"] for cache in caches)
-    n = ready[0]
-    for cache in caches:
-        del cache.store.numbers["ready"], cache.store.numbers["ends"]
+    n = min(ready)
+    for cache, rows in zip(caches, ready, strict=True):
+        if rows == n:
+            del cache.store.numbers["ready"], cache.store.numbers["ends"]
     for name in _TENSORS:
         _link([getattr(cache.store, name) for cache in caches])
     begun = [cache.life.reporter.begin(cache.store) for cache in caches]
