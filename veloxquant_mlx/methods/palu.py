@@ -7,6 +7,7 @@ latents and expanded once per query row. Where the basis of a group comes from, 
 (``basis_source`` in the receipt):
 
 - a calibration text: ``veloxquant calibrate --method palu``, passed as ``store``. This is the paper's whitened basis;
+  ``n_calib_tokens`` has no say then;
 - the weights of the layer, whenever a model is at hand: the paper's basis without whitening. Not for keys that are
   normed after their projection (Qwen3, Gemma 3) or that turn in a way that is not known;
 - the sequence itself: its first ``n_calib_tokens`` (which has it so even where there are weights), or the prompt when
