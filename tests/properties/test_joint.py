@@ -83,6 +83,8 @@ def test_trim_cuts_the_group_once_all_are_trimmed(name: str, members: int, cut: 
     before = [cache.materialize() for cache in caches]
     for cache in caches:
         assert cache.is_trimmable() and cache.trim(cut) == cut
+        if cut < T:  # at once, whatever the others still hold
+            assert cache.materialize()[0].shape[2] == T - cut
     assert all(cache.offset == T - cut and cache.store.n == T - cut for cache in caches)
     if cut < T:
         for cache, then in zip(caches, before, strict=True):
@@ -158,6 +160,18 @@ def test_layers_that_do_and_do_not_attend_through_their_caches(name: str, by_han
                 cache.attend(part.q, scale=0.125, mask=None if n == 1 else "causal")
     assert all(cache.store.keys.n_sealed >= 256 for cache in caches)
     assert all(cache.materialize()[0].shape[2] == T + 40 for cache in caches)
+
+
+def test_arrays_may_be_replaced(name: str) -> None:
+    """As pipeline-parallel models do: every layer then reads the new ones, and keeps none of the old alive."""
+    caches = group(name, 2)
+    run(caches, layers(2), prompt())
+    for cache in caches:
+        cache.keys = mx.depends(cache.keys, [mx.zeros(1)])
+    meet(caches, 1)
+    arrays = {id(a) for cache in caches for a in cache.arrays().values()}
+    packed = [stream.packed for cache in caches for stream in (cache.store.keys, cache.store.values)]
+    assert {id(a) for block in packed for a in (*block.codes.values(), *block.fitted.values())} <= arrays
 
 
 def test_batches_are_rows_of_their_own(name: str) -> None:

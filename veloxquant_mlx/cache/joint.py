@@ -56,7 +56,8 @@ def meet(caches: Sequence[CompressedKVCache]) -> None:
 
 def _link(streams: Sequence[StreamStore]) -> None:
     blocks = [stream.packed for stream in streams if stream.packed is not None]
-    if not blocks or all(block.codes is blocks[0].codes and block.n == blocks[0].n for block in blocks):
+    first = blocks[0] if blocks else None
+    if first is None or all(b.codes is first.codes and b.fitted is first.fitted and b.n == first.n for b in blocks):
         return
     if len({block.n for block in blocks}) > 1:
         raise CacheStateError(

@@ -313,9 +313,13 @@ class CompressedKVCache(_Base):
                 "from it. Call the model with the whole list of caches first."
             )
         order, view = self._store.order(), self._key_view()
+        # Of layers that are packed together, those trimmed first hold their rows until the others are trimmed too.
+        stop = min(self._store.n, self.offset) if self._recipe.together > 1 else None
         keys, values = (
             rows if order is None else take_rows(rows, order)
-            for rows in (stream.dense(dtype=stream.dtype) for stream in (self._store.keys, self._store.values))
+            for rows in (
+                stream.dense(stop=stop, dtype=stream.dtype) for stream in (self._store.keys, self._store.values)
+            )
         )
         return view(keys, 0) if view else keys, values
 
