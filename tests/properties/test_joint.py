@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from tests.joint import METHODS, SIZES, WAITS, group, layers, meet, run
-from tests.matrix import identical, same_state, split, stored_bytes
+from tests.matrix import feed, identical, same_state, split, stored_bytes
 from veloxquant_mlx import CacheStateError, KVCacheConfig, QuantizerConfigError
 from veloxquant_mlx.cache.batch import CompressedBatchCache
 from veloxquant_mlx.cache.compose import compose
@@ -162,16 +162,36 @@ def test_layers_that_do_and_do_not_attend_through_their_caches(name: str, by_han
     assert all(cache.materialize()[0].shape[2] == T + 40 for cache in caches)
 
 
+def test_copies_after_a_forward_that_broke_off(name: str) -> None:
+    """A layer raised: the list can be copied and saved, and goes on once what its first layers took is taken back."""
+    caches, twin, data = group(name, 3), group(name, 3), layers(3)
+    for each in (caches, twin):
+        run(each, data, prompt())
+    meet(caches, 40)
+    feed(caches[0], data[0].part(0, 40), [40])
+    clone, loaded = copy.deepcopy(caches), [CompressedKVCache.from_state(cache.state) for cache in caches]
+    for each in (caches, clone, loaded):
+        assert cache_report(each, at_rest=True).layers[0].tokens == T + 40
+        with pytest.raises(CacheStateError, match="Trim all"):
+            meet(each, 1)
+        each[0].trim(40)
+    more = layers(3, seed=6, tokens=70)
+    want = run(twin, more, [69, 1])
+    for each in (caches, clone, loaded):
+        assert all(identical(*pair) for pair in zip(run(each, more, [69, 1]), want, strict=True))
+
+
 def test_arrays_may_be_replaced(name: str) -> None:
     """As pipeline-parallel models do: every layer then reads the new ones, and keeps none of the old alive."""
     caches = group(name, 2)
     run(caches, layers(2), prompt())
     for cache in caches:
-        cache.keys = mx.depends(cache.keys, [mx.zeros(1)])
+        cache.keys = mx.depends(cache.keys or [], [mx.zeros(1)])
     meet(caches, 1)
     arrays = {id(a) for cache in caches for a in cache.arrays().values()}
-    packed = [stream.packed for cache in caches for stream in (cache.store.keys, cache.store.values)]
-    assert {id(a) for block in packed for a in (*block.codes.values(), *block.fitted.values())} <= arrays
+    streams = [stream for cache in caches for stream in (cache.store.keys, cache.store.values)]
+    every = [a for s in streams if s.packed for a in (*s.packed.codes.values(), *s.packed.fitted.values())]
+    assert {id(a) for a in every} <= arrays
 
 
 def test_batches_are_rows_of_their_own(name: str) -> None:

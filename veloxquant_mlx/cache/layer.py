@@ -283,7 +283,8 @@ class CompressedKVCache(_Base):
             known = memo.setdefault(id(self.peers), [])
             known.append(weakref.ref(clone))
             clone.peers = known
-            if made := joint.peers(clone):
+            made = joint.peers(clone)
+            if len({cache.offset for cache in made}) == 1:  # else a forward broke off, or they are not all trimmed yet
                 joint.link(made)
         return clone
 
