@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -90,9 +89,14 @@ def served(folder: Path, fields: dict[str, Any], prompt_cache: int) -> Iterator[
         try:
             yield url, process.pid
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(20)
-            reader.join()
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()  # or the reader would wait for ever
+                raise
+            finally:
+                reader.join()
     if process.returncode or log["ERROR"] or log["OTHER"]:
         raise RuntimeError(f"the server ended with {process.returncode}; lines of its log: {dict(log)}")
 

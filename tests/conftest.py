@@ -1,5 +1,6 @@
 """Fixtures that every test may use: two real models, converted once into ``.models/``."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,10 @@ import pytest
 from veloxquant_mlx.models.gguf import ensure_model
 
 MODELS = Path(__file__).resolve().parent.parent / ".models"
+
+# Shells make what they start in the background deaf to Ctrl-C, and a server started by a test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def load(name: str) -> tuple[Any, Any]:
