@@ -44,6 +44,7 @@ FINE: dict[str, dict[str, Any]] = {
     "kitty": {"kitty_lo_bit": 8, "kitty_hi_bit": 8},
     "gear": {"gear_bits": 8},
     "xquant": {"xquant_base_bits": 8, "xquant_residual_bits": 8},
+    "xkv": {"xkv_rank": 64, "xkv_max_ctx": 32},  # latents are half a row at most: so many that rows stay as they are
     "minicache": {"minicache_retention_threshold": 1.0},
     "kvquant": {"kvquant_bits": 5, "kvquant_outlier_fraction": 0.4},
     "skvq": {"skvq_bits_key": 8, "skvq_bits_value": 8},

@@ -254,10 +254,10 @@ def test_two_models_in_two_threads() -> None:
 def test_decoding_never_waits(row: Row, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """70 decode steps become one graph: seals and evictions included, nothing reads a number on the way.
 
-    Inside mx.compile every array of the steps is a placeholder: eval, item, tolist and numpy raise on it. minicache may
-    wait once per 64 tokens, for the number of rows that it retains: here until the next 64 are full.
+    Inside mx.compile every array of the steps is a placeholder: eval, item, tolist and numpy raise on it. minicache and
+    xkv may wait once per 64 or 32 tokens, for the number of rows that stay exact: here until the next block is full.
     """
-    caches, count = caches_of(llama, row), 40 if row.method == "minicache" else 70
+    caches, count = caches_of(llama, row), {"minicache": 40, "xkv": 9}.get(row.method, 70)
     prefill(llama, caches, tiny.tokens(PROMPT), 64)
 
     def refuse(*_: Any, **__: Any) -> None:
