@@ -434,7 +434,7 @@ class CompressedKVCache(_Base):
             "method": self.method,
             "tokens": self.offset,
             "rows": self._store.live,
-            "elements": self._elements,
+            "elements": self.elements,
             "bytes": self.held_bytes(),
             "attention": sorted(self._paths) or [self._mode.value],
             "notes": [*self._recipe.notes, *self.notes, *self._remarks()],
@@ -451,7 +451,7 @@ class CompressedKVCache(_Base):
         return self._recipe.eviction is not None and self._recipe.eviction.drops
 
     @property
-    def _elements(self) -> int:
+    def elements(self) -> int:
         """Numbers that an uncompressed cache would hold for the same tokens."""
         if self.empty():
             return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -93,6 +93,11 @@ class Method:
         """Whether the method can make caches."""
         return hasattr(self.module, "recipe")
 
+    @property
+    def own_fields(self) -> list[str]:
+        """The fields that the method reads beyond those of every cache."""
+        return [*_options_of(self.info.options), *self.info.reads]
+
     def check(self, config: FlatConfig) -> None:
         """Raise ``QuantizerConfigError`` unless every field can be used by this method."""
         for name, valid, default in self._fields():
@@ -181,6 +186,15 @@ def method(name: str) -> Method:
     if not isinstance(name, str) or name not in METHODS:
         raise QuantizerConfigError(f"unknown method {name!r}. Choices: {', '.join(METHODS)}.")
     return _load(name)
+
+
+def shared_out(names: Sequence[str], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of each of the methods ``names``: one goes to the first that has it, to the first where none has."""
+    own = [method(name).own_fields for name in names]
+    parts: list[dict[str, Any]] = [{} for _ in names]
+    for key, value in fields.items():
+        parts[next((i for i, part in enumerate(own) if key in part), 0)][key] = value
+    return parts
 
 
 @cache

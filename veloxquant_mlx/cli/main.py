@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..artifacts import CalibrationArtifact
 from ..cache.base import KVCacheConfig, ModelConfig
-from ..cache.registry import METHODS, method
+from ..cache.registry import METHODS, method, shared_out
 from ..config import HardwareInfo, WorkloadSpec, detect_hardware_info, select_kv_cache_config
 from ..core.exceptions import CacheInputError, QuantizerConfigError, VeloxError
 from ..core.text import size
@@ -145,29 +145,21 @@ def _config(name: str, bits: int | None, options: list[str]) -> ModelConfig:
     for one in names:
         method(one).require_built()  # before a model is loaded
     known = {f.name for f in dataclasses.fields(KVCacheConfig)} - {"method", "options", "observers"}
-    fields: list[dict[str, Any]] = [{} for _ in names]
-    if bits is not None:
-        fields[-1]["bit_width_inlier"] = bits
-    own = [_own_fields(one) for one in names]
+    fields: dict[str, Any] = {}
     for text in options:
         key, equals, value = text.partition("=")
         if not equals or key not in known:
-            usual = ", ".join(field for part in own for field in part) or "none"
+            usual = ", ".join(field for one in names for field in method(one).own_fields) or "none"
             raise QuantizerConfigError(
                 f"--option {text!r} cannot be used: it must be name=value with a field of KVCacheConfig. "
                 f"The options of {name!r} are: {usual}."
             )
-        owner = next((i for i, part in enumerate(own) if key in part), 0)
-        fields[owner][key] = CalibrationArtifact.load(value) if key == "store" else _literal(value)
-    configs = [KVCacheConfig(method=one, **part) for one, part in zip(names, fields, strict=True)]  # type: ignore[arg-type]
+        fields[key] = CalibrationArtifact.load(value) if key == "store" else _literal(value)
+    parts = shared_out(names, fields)
+    if bits is not None:
+        parts[-1].setdefault("bit_width_inlier", bits)  # an option says it more exactly
+    configs = [KVCacheConfig(method=one, **part) for one, part in zip(names, parts, strict=True)]  # type: ignore[arg-type]
     return configs if len(configs) > 1 else configs[0]
-
-
-def _own_fields(name: str) -> list[str]:
-    """The fields that a method reads beyond those of every cache."""
-    info = method(name).info
-    options = dataclasses.fields(info.options) if info.options else ()
-    return [*(f.name for f in options), *info.reads]
 
 
 def _literal(text: str) -> Any:

@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cache.base import KVCacheBuilder
+from ..cache.registry import method as method_of
 from ..coordinators.reconstruction import remember_tokenizer
 from ..core.exceptions import CacheInputError, QuantizerConfigError
 from ..methods._method import refuse
-from ..quality.plans import Plan, _own_fields, plans
+from ..quality.plans import Plan, plans
 from ..quality.results import write
 from ..quality.ruler import UNCOMPRESSED, Cell, Factory, Method, Ruler, ruler
 from .generate import load
@@ -47,7 +48,7 @@ def chosen(method: str | None, methods: str | None, bits: int | None, fields: Ma
         names = () if methods is None else methods.split(",")
         found = plans(names, bits=() if bits is None else (bits,))
         for name, value in fields.items():
-            takers = [plan for plan in found if any(name in _own_fields(one) for one in plan.method.split("+"))]
+            takers = [p for p in found if any(name in method_of(one).own_fields for one in p.method.split("+"))]
             if not takers:
                 refuse(f"--option {name}", value, "an option of one of the methods", "Name a method that has it.")
             found = [_with(plan, name, value) if plan in takers else plan for plan in found]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..artifacts.calibration import CalibrationArtifact
 from ..cache.base import KVCacheConfig, ModelConfig
-from ..cache.registry import METHODS, method
+from ..cache.registry import METHODS, method, shared_out
 from ..calibrate.widths import bit_fields, valid_bits
 from ..core.exceptions import QuantizerConfigError
 from ..methods._method import refuse
@@ -97,15 +97,14 @@ class Plan:
         Raises ``QuantizerConfigError`` for an unknown method or field, ``ArtifactNotFoundError`` for a missing store.
         """
         names, known = self.method.split("+"), {f.name for f in dataclasses.fields(KVCacheConfig)}
-        own = [_own_fields(name) for name in names]
-        parts: list[dict[str, Any]] = [{} for _ in names]
+        fields: dict[str, Any] = {}
         for key, value in self.fields.items():
             if key not in known - {"method", "options", "observers"}:
-                usual = ", ".join(name for part in own for name in part) or "none"
+                usual = ", ".join(field for name in names for field in method(name).own_fields) or "none"
                 refuse(key, value, "a field of KVCacheConfig", f"The options of {self.method!r} are: {usual}.")
-            owner = next((i for i, part in enumerate(own) if key in part), 0)
-            parts[owner][key] = CalibrationArtifact.load(value) if key == "store" and value else value
-        configs = [KVCacheConfig(method=name, **part) for name, part in zip(names, parts, strict=True)]  # type: ignore[arg-type]
+            fields[key] = CalibrationArtifact.load(value) if key == "store" and value else value
+        parts = zip(names, shared_out(names, fields), strict=True)
+        configs = [KVCacheConfig(method=name, **part) for name, part in parts]  # type: ignore[arg-type]
         return configs if len(configs) > 1 else configs[0]
 
 
@@ -187,10 +186,3 @@ def _at(plan: Plan, bits: int) -> Plan | None:
         return None
     label = f"{plan.method}, {bits} bit{'s' * (bits != 1)}"
     return Plan(label, plan.method, {**plan.fields, **dict.fromkeys(names, bits)})
-
-
-def _own_fields(name: str) -> list[str]:
-    """The fields that a method reads beyond those of every cache."""
-    info = method(name).info
-    options = dataclasses.fields(info.options) if info.options else ()
-    return [*(f.name for f in options), *info.reads]

@@ -26,7 +26,7 @@ from ..core.exceptions import CacheInputError
 from ..core.types import is_int
 from ..methods._method import refuse
 from ..models.inspect import language_models
-from .measure import _numbers_held, store_as
+from .measure import bytes_16, store_as
 from .ruler_tasks import SLACK, TASKS, Sample, make
 
 FORMAT = 1
@@ -200,7 +200,7 @@ def ruler(
                     if kv_dtype is not None:
                         store_as(caches, kv_dtype)
                     score = _ask(model, tokenizer, caches, sample, length, step, truth)
-                    ratio = 2 * sum(map(_numbers_held, own)) / cache_report(caches).nbytes
+                    ratio = bytes_16(own) / cache_report(caches).nbytes
                     methods[label] = replace(method, scores=(*method.scores, score), ratio=ratio)
                 except Exception as error:
                     methods[label] = replace(method, error=f"{type(error).__name__}: {error}")

@@ -39,7 +39,7 @@ def held(caches: Iterable[Any]) -> Held:
     for cache in _parts(caches):
         if isinstance(cache, CompressedKVCache):
             ours += sum(array.nbytes for array in cache.arrays().values())
-            wide += 2 * cache.describe()["elements"]
+            wide += 2 * cache.elements
             constants |= {id(array): array.nbytes for array in cache.constants()}
         else:
             native += 0 if cache.empty() else cache.nbytes
