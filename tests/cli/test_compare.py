@@ -14,7 +14,7 @@ from tests.models import tiny
 from veloxquant_mlx.cli import app, check, compare
 from veloxquant_mlx.quality import Comparison, Needles, Row
 from veloxquant_mlx.quality.plans import SHOWN
-from veloxquant_mlx.quality.results import Model, Text, Uncompressed
+from veloxquant_mlx.quality.results import Model, Text, Uncompressed, front
 
 RUNNER = CliRunner()
 TEXT = "".join(chr(32 + t % 90) for t in tiny.tokens(620)[0].tolist())  # type: ignore[union-attr]
@@ -163,18 +163,24 @@ def test_a_text_that_is_too_short_is_refused(folder):
 
 
 def test_without_plots_the_report_is_left_out_and_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "veloxquant_mlx.quality.report", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     told = io.StringIO()
     compare.report(FOUND, tmp_path, Console(file=told, width=200))
-    assert "no report.html" in told.getvalue() and "wrote results.json, results.csv to" in told.getvalue()
-    assert not (tmp_path / "report.html").exists()
+    assert "no report.html: plots need matplotlib" in told.getvalue() and "veloxquant-mlx[plots]" in told.getvalue()
+    assert "wrote results.json, results.csv to" in told.getvalue() and not (tmp_path / "report.html").exists()
 
 
-def test_the_report_is_written_where_it_can_be(tmp_path, monkeypatch):
-    fake = SimpleNamespace(html=lambda found: f"<p>{len(found.rows)}</p>")
-    monkeypatch.setitem(sys.modules, "veloxquant_mlx.quality.report", fake)
-    compare.report(FOUND, tmp_path, Console(file=io.StringIO()))
-    assert (tmp_path / "report.html").read_text() == "<p>1</p>"
+def test_the_report_of_a_run_has_its_rows_and_all_plots(folder, monkeypatch):
+    from veloxquant_mlx.quality import probes
+
+    monkeypatch.setattr(probes, "MOST", 1.0)  # ten needles of characters
+    result = run(folder, "--methods", "kivi,snapkv+kivi,kivi+kivi", "--out", folder / "out")
+    assert result.exit_code == 0 and "wrote results.json, results.csv, report.html to" in result.stderr
+    page = (folder / "out" / "report.html").read_text(encoding="utf-8")
+    for row in Comparison.load(folder / "out" / "results.json").rows:
+        assert f">{row.label}</th>" in page
+    assert "failed: QuantizerConfigError" in page and "text.txt, 620 tokens" in page
+    assert page.count('role="img"') == 3
 
 
 def test_the_table_has_every_figure_and_is_whole_at_80_columns():
@@ -210,7 +216,7 @@ def test_rows_that_no_other_beats_are_marked():
         return replace(ROW, label=label, bytes={"packed": size, "window": 0, "index": 0, "fixed": 0}, mean_kl=kl)
 
     rows = [row("a", 10, 0.1), row("b", 20, 0.05), row("c", 20, 0.2), row("d", 10, 0.1), replace(ROW, error="x")]
-    assert [one.label for one in compare.front(rows)] == ["a", "b", "d"]
+    assert [one.label for one in front(rows)] == ["a", "b", "d"]
     text = printed(compare.table(FOUND, rows[:3], wide=False), 80)
     lines = [line.split()[:2] for line in text.splitlines() if line[:2] in ("a ", "b ", "c ")]
     assert [mark == "*" for _, mark in lines] == [True, True, False]

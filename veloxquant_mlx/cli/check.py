@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..cache.base import KVCacheBuilder
 from ..core.exceptions import CacheInputError, QuantizerConfigError
-from .compare import kl
+from ..core.text import kl
 from .generate import load
 
 if TYPE_CHECKING:

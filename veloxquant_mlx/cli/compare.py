@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.exceptions import CacheInputError, QuantizerConfigError
-from ..core.text import size
+from ..core.text import kl, size
 from ..methods._method import refuse
 from .generate import load
 
@@ -171,12 +171,12 @@ def report(found: Comparison, folder: Path, err: Console) -> None:
     save(found, folder)
     written = [JSON, CSV]
     try:
-        from ..quality.report import html  # type: ignore[reportMissingImports]
+        from ..quality.report import html
 
         write(folder / HTML, html(found))
         written.append(HTML)
     except ImportError as error:
-        err.print(f"[yellow]note:[/] no {HTML}: {escape(str(error))}. Plots need the extra 'plots'.", soft_wrap=True)
+        err.print(f"[yellow]note:[/] no {HTML}: {escape(str(error))}", soft_wrap=True)
     err.print(f"wrote {', '.join(written)} to {folder}", markup=False, soft_wrap=True)
 
 
@@ -189,27 +189,8 @@ def line(row: Row) -> Text:
     return name + Text(f"{row.ratio or 0:.2f}x smaller  KL {kl(row.mean_kl)}{needle}  {row.seconds:.0f} s")
 
 
-def kl(value: float | None) -> str:
-    """Nats with four decimals, smaller ones as a power of ten."""
-    return "-" if value is None else f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.0e}"
-
-
 def _cell(value: float | None, form: str, end: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{end}"
-
-
-def front(rows: Sequence[Row]) -> list[Row]:
-    """Those rows of which no other holds fewer bytes at a smaller or equal KL."""
-    ready = [row for row in rows if row.error is None and row.mean_kl is not None and row.nbytes is not None]
-
-    def beaten(row: Row) -> bool:
-        mine = (row.nbytes, row.mean_kl)
-        return any(
-            other.nbytes <= mine[0] and other.mean_kl <= mine[1] and (other.nbytes, other.mean_kl) != mine  # type: ignore[operator]
-            for other in ready
-        )
-
-    return [row for row in ready if not beaten(row)]
 
 
 def show(found: Comparison, rows: Sequence[Row], out: Console) -> None:
@@ -226,6 +207,8 @@ def show(found: Comparison, rows: Sequence[Row], out: Console) -> None:
 
 def table(found: Comparison, rows: Sequence[Row], wide: bool) -> Table:
     """Rows that were measured, the uncompressed cache first."""
+    from ..quality.results import front
+
     view = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold", padding=(0, int(wide), 0, 0))
     view.add_column("method", overflow="fold")
     view.add_column("", no_wrap=True)

@@ -205,6 +205,20 @@ COLUMNS = (
 )
 
 
+def front(rows: Sequence[Row]) -> list[Row]:
+    """Those rows of which no other holds fewer bytes at a smaller or equal KL."""
+    ready = [row for row in rows if row.error is None and row.mean_kl is not None and row.nbytes is not None]
+
+    def beaten(row: Row) -> bool:
+        mine = (row.nbytes, row.mean_kl)
+        return any(
+            other.nbytes <= mine[0] and other.mean_kl <= mine[1] and (other.nbytes, other.mean_kl) != mine  # type: ignore[operator]
+            for other in ready
+        )
+
+    return [row for row in ready if not beaten(row)]
+
+
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
