@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ..codecs.base import TILE, Codec, Codes, GuidedCodec, after, cast, compute_dtype, take_rows
+from ..codecs.base import TILE, Codec, Codes, GuidedCodec, Readable, after, cast, compute_dtype, take_rows
 from ..core.types import Stream
 from .added import Added
 from .exact import Exact
@@ -202,6 +202,22 @@ class StreamStore:
         """Rows ``start`` to ``stop`` of a sealed part, whose own first row is row ``first``."""
         rows = part.codec.rows(after(part.codes, done or []), start, stop, dtype or self.dtype)
         return self.exact.to_rows(self._turn(rows, first + start), self._where(first + start, first + stop))
+
+    def readable(self) -> Readable | str | None:
+        """How kernels read the packed rows, None where there are none, or what they cannot read."""
+        if not self.n_sealed:
+            return None
+        turned = self.spec.rotation is not None or self.spec.bias is not None
+        parts = {
+            "in several codecs": len(self._sealed()) > 1 or self.packed is None or not self.packed.n,
+            "without their positions or bias": turned,
+            "with exact or merged rows among them": self.exact.rows is not None or self.added.rows is not None,
+        }
+        if (why := next((text for text, found in parts.items() if found), None)) is not None:
+            return why
+        assert self.packed is not None
+        codec = self.packed.codec
+        return codec.readable(self.packed.codes) or f"of {type(codec).__name__}"
 
     def append(self, x: mx.array) -> None:
         """Add rows at the end of the tail."""

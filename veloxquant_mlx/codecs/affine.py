@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import is_int
-from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
+from .base import F16_MAX, Axis, Codec, Codes, Readable, cast, compute_dtype
 from .packing import check_bits, lookup, lookup_table, pack, padded, row_multiple
 
 # Group sizes that mx.quantized_matmul reads, and widths that it reads fast on the CPU (1, 3 and 5 bits are
@@ -122,6 +122,10 @@ class ChannelAffine(_Affine):
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         return self._product(p, codes, True) if self._native(True) else super().mix(p, codes)
 
+    def readable(self, codes: Codes) -> Readable | None:
+        dim = codes["words"].shape[2]
+        return Readable("channel_affine", self.bits, dim, **codes, group=self.group) if dim % 8 == 0 else None
+
 
 class TokenAffine(_Affine):
     """Groups of ``group`` consecutive channels of one token (values).
@@ -153,6 +157,11 @@ class TokenAffine(_Affine):
         if not self._native(False):
             return super().mix(p, codes)
         return self._product(p, codes, False)[..., : self.dim]
+
+    def readable(self, codes: Codes) -> Readable | None:
+        if self.dim % 8 or self.group % 8:
+            return None
+        return Readable("token_affine", self.bits, self.dim, **codes, group=self.group)
 
     def _pad(self, x: mx.array, mode: Literal["constant", "edge"]) -> mx.array:
         spare = self.padded_dim - self.dim

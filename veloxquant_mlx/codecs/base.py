@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -64,6 +65,37 @@ class Symbols(NamedTuple):
 
     bits: int
     per_channel: bool = False
+
+
+@dataclass(frozen=True)
+class Readable:
+    """How a kernel reads the codes of rows, ``dim`` numbers each in the basis of the codes.
+
+    ``kind``: ``token_affine`` and ``channel_affine`` (``codecs.affine``: ``words``, ``scales``, ``biases``),
+    ``codebook`` (levels ``table`` ``(2 ** bits,)`` times ``scales`` ``(B, H, n)``), ``product`` (``words`` are bytes of
+    indices into ``table`` ``(B | 1, H | 1, P | 1, K, sub)``). ``group`` is that of the scales. ``on_query`` takes float
+    queries ``(..., D)`` into the basis of the codes, ``from_mix`` weighted sums out of it; None: they are in it.
+    """
+
+    kind: str
+    bits: int
+    dim: int
+    words: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    table: mx.array | None = None
+    group: int = 0
+    on_query: Callable[[mx.array], mx.array] | None = None
+    from_mix: Callable[[mx.array], mx.array] | None = None
+
+    def behind(self, on_query: Callable[[mx.array], mx.array], from_mix: Callable[[mx.array], mx.array]) -> Readable:
+        """The same codes of rows that went through one more transform."""
+        inner, outer = self.on_query, self.from_mix
+        return replace(
+            self,
+            on_query=on_query if inner is None else lambda q: inner(on_query(q)),
+            from_mix=from_mix if outer is None else lambda y: from_mix(outer(y)),
+        )
 
 
 class Codec(ABC):
@@ -136,6 +168,10 @@ class Codec(ABC):
         """Rows ``start`` to ``stop`` decoded; only the blocks touched are."""
         low, high = start // self.block * self.block, -(-stop // self.block) * self.block
         return self.decode(self.cut(codes, low, high), dtype)[..., start - low : stop - low, :]
+
+    def readable(self, codes: Codes) -> Readable | None:
+        """How kernels read these codes (whole buffers); None where none can."""
+        return None
 
     def remarks(self, codes: Codes) -> tuple[str, ...]:
         """What the receipt says of these codes beyond their bytes; may wait for numbers."""

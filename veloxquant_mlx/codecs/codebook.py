@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
-from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
+from .base import F16_MAX, Axis, Codec, Codes, Readable, cast, compute_dtype
 from .packing import check_bits, pack, padded, row_multiple
 from .tables import PackedDots
 
@@ -50,13 +50,13 @@ class ScalarCodebook(Codec):
         self.padded_dim = padded(dim, row_multiple(bits))
         self.layout = {"words": Axis(-2, 1), "rms": Axis(-1, 1)}
         table = np.asarray(levels, dtype=np.float32)
-        self._dots = PackedDots(table, bits, fused)
+        self._dots, self._levels = PackedDots(table, bits, fused), mx.array(table)
         order = np.argsort(table, kind="stable")
         if not np.isfinite(table).all():
             raise QuantizerConfigError("levels must be finite numbers")
         self._nearest = Nearest((table[order][1:] + table[order][:-1]) / 2, bits)
         self._order = None if (np.diff(order) == 1).all() else mx.array(order.astype(np.uint8))
-        mx.eval(self._order)
+        mx.eval(self._order, self._levels)
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)
@@ -89,6 +89,11 @@ class ScalarCodebook(Codec):
         weights = (p.astype(mx.float32) * codes["rms"].astype(mx.float32)[..., None, :]).astype(work)
         mixed = self.tiled_mix(weights, codes, lambda tile: self._values(tile).astype(work))
         return mixed[..., : self.dim].astype(p.dtype)
+
+    def readable(self, codes: Codes) -> Readable | None:
+        if self.dim % 8:
+            return None
+        return Readable("codebook", self.bits, self.dim, codes["words"], codes["rms"], table=self._levels)
 
 
 def _search_tree(thresholds: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from scipy import special
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import is_int
 from ..transforms.rotation import haar, stored_seed
-from .base import F16_MAX, Axis, Codec, Codes, cast, compute_dtype
+from .base import F16_MAX, Axis, Codec, Codes, Readable, cast, compute_dtype
 from .packing import pack, padded
 from .tables import PackedDots
 
@@ -90,7 +90,9 @@ class SignSketch(Codec):
         # rms instead of norm
         self.weight = sketch_constant(self.dim, orthogonal) * self.dim**0.5 / self.m
         self.layout = {"signs": Axis(-2, 1), "sizes": Axis(-1, 1)}
-        self._dots = PackedDots(np.array([-1.0, 1.0], dtype=np.float32), 1, fused=None)
+        signs = np.array([-1.0, 1.0], dtype=np.float32)
+        self._dots, self._levels = PackedDots(signs, 1, fused=None), mx.array(signs)
+        mx.eval(self._levels)
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)
@@ -106,12 +108,19 @@ class SignSketch(Codec):
 
     def scores(self, q: mx.array, codes: Codes) -> mx.array:
         work = compute_dtype(q.dtype)
-        # The weight goes in here, so that sums of m terms stay within float16.
-        query = ((q.astype(mx.float32) @ self.matrix.T) * self.weight).astype(work)
-        if self.padded_m > self.m:
-            query = mx.pad(query, [(0, 0)] * (q.ndim - 1) + [(0, self.padded_m - self.m)])
-        dots = self._dots(query, codes["signs"])
+        # The projections are weighted before they are cast, so that sums of m terms stay within float16.
+        dots = self._dots(self._project(q).astype(work), codes["signs"])
         return (dots.astype(mx.float32) * codes["sizes"].astype(mx.float32)[..., None, :]).astype(q.dtype)
+
+    def _project(self, q: mx.array) -> mx.array:
+        """Weighted projections ``(B, H, R, padded_m)`` of queries, in float32."""
+        query = (q.astype(mx.float32) @ self.matrix.T) * self.weight
+        spare = self.padded_m - self.m
+        return mx.pad(query, [(0, 0)] * (q.ndim - 1) + [(0, spare)]) if spare else query
+
+    def readable(self, codes: Codes) -> Readable | None:
+        plain = Readable("codebook", 1, self.padded_m, codes["signs"], codes["sizes"], table=self._levels)
+        return plain.behind(self._project, lambda y: y[..., : self.m] @ (self.matrix * self.weight))
 
 
 class Sketched(Codec):

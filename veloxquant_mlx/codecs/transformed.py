@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..transforms.base import Transform
-from .base import Codec, Codes, cast
+from .base import Codec, Codes, Readable, cast
 
 
 class Transformed(Codec):
@@ -36,3 +36,7 @@ class Transformed(Codec):
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         return self.transform.inverse(self.codec.mix(p, codes)).astype(p.dtype)
+
+    def readable(self, codes: Codes) -> Readable | None:
+        inner = self.codec.readable(codes)
+        return None if inner is None else inner.behind(self.transform.on_query, self.transform.inverse)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..transforms.base import Transform
-from .base import Axis, Codec, Codes, after, cast, compute_dtype
+from .base import Axis, Codec, Codes, Readable, after, cast, compute_dtype
 from .basis import sampled
 from .levels import lloyd_max
 from .product import entries_of, look_up, nearest, pack_index, tables, unpack_index
@@ -162,13 +162,24 @@ class ProductVectors(Codec):
         rows = self.turn.inverse(y) if self._turned else y
         return rows if self._smooth is None else rows * self._smooth
 
+    def _on_query(self, q: mx.array) -> mx.array:
+        query = q.astype(mx.float32)
+        query = query if self._smooth is None else query * self._smooth
+        return self.turn.on_query(query) if self._turned else query
+
+    def readable(self, codes: Codes) -> Readable | None:
+        dim, plain = self.places * self.sub, self._smooth is None and not self._turned
+        if dim % 8:
+            return None
+        book = self._book[:, None] if self._per_sequence else self._book[None]
+        out = Readable("product", self.bits, dim, codes["index"], table=book)
+        return out if plain else out.behind(self._on_query, self._back)
+
     def decode(self, codes: Codes, dtype: mx.Dtype = mx.float32) -> mx.array:
         return cast(self._back(self._entries(codes)), dtype)
 
     def scores(self, q: mx.array, codes: Codes) -> mx.array:
-        query = q.astype(mx.float32)
-        query = query if self._smooth is None else query * self._smooth
-        query = self.turn.on_query(query) if self._turned else query
+        query = self._on_query(q)
         work, b, h, r = compute_dtype(q.dtype), *q.shape[:3]
         table = None
         if r <= TABLE_ROWS and self.n_tokens(codes) > 1 << self.bits:
