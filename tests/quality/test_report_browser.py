@@ -18,6 +18,7 @@ from playwright.sync_api import sync_playwright
 from tests.quality.made import comparison
 from veloxquant_mlx.quality import Row, report
 
+pytestmark = pytest.mark.xdist_group("browser")  # started once
 BROKEN = Row("broken", "kivi", "group quantization", error="ValueError: " + "a long story, " * 30)
 NONE = "no browser: apt-get install chromium, or .venv/bin/playwright install chromium"
 
