@@ -74,7 +74,7 @@ def pareto(found: Sequence[Comparison], path: Path) -> None:
     Raises ``ImportError`` without matplotlib.
     """
     with _style("path"):
-        figure = _figure(7.4 * len(found), 6.4)
+        figure = _figure(6.3 * len(found), 6.2)
         panels = figure.subplots(1, len(found), squeeze=False, gridspec_kw={"wspace": 0.1})[0]
         panels[0].set_ylabel(LOSS)
         for axes, one in zip(panels, found, strict=True):
