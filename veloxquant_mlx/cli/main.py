@@ -26,6 +26,7 @@ from ..core.exceptions import CacheInputError, QuantizerConfigError, VeloxError
 from ..core.text import size
 from .check import check
 from .compare import compare
+from .recommend import recommend
 
 # transformers announces at import that it has no PyTorch; nothing here needs one.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -375,6 +376,7 @@ def evaluate(
 
 app.command()(compare)
 app.command()(check)
+app.command()(recommend)
 
 
 @app.command()

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from ..attention import hook
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import LayerInfo, is_int
-from .probe import probe
+from .probe import Probe, probe
 
 _CACHE_MODULES = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
 _RECURRENT = ("ArraysCache", "MambaCache")
@@ -57,9 +57,10 @@ class Slot:
     block: Any = None
 
 
-def cache_slots(model: Any) -> list[Slot]:
+def cache_slots(model: Any, probing: bool = True) -> list[Slot]:
     """The slots of ``model`` in the order of its cache list; installs the seam.
 
+    Without ``probing`` nothing is computed, so that weights need not be there; rotations are then not known.
     Raises QuantizerConfigError for a model without layers. Warns (UserWarning) when the model's ``make_cache`` raises.
     """
     hook.install(model)
@@ -78,7 +79,7 @@ def cache_slots(model: Any) -> list[Slot]:
         if reason:
             slots.append(Slot(index, native, None, None if _kind(native) in _RECURRENT else attention, reason))
             continue
-        seen = probe(attention, _first(args, *_WIDTH))
+        seen = probe(attention, _first(args, *_WIDTH)) if probing else Probe(None, None)
         info = replace(
             _geometry(attention, args),
             index=index,
@@ -89,6 +90,15 @@ def cache_slots(model: Any) -> list[Slot]:
         )
         slots.append(Slot(index, native, info, attention, "", seen.hooked, layer))
     return _ranked(slots)
+
+
+def slot_shapes(model: Any) -> list[tuple[Slot, LayerInfo | None]]:
+    """The slots and the shape of what each holds, from the configuration alone; None where no attention fills it."""
+    args = _args(model)
+    return [
+        (slot, slot.layer or (None if slot.attention is None else _geometry(slot.attention, args)))
+        for slot in cache_slots(model, probing=False)
+    ]
 
 
 def hidden_size(model: Any) -> int | None:
