@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from veloxquant_mlx.core.text import kl, size
+from veloxquant_mlx.quality.recommend import NOTHING
 from veloxquant_mlx.quality.results import Comparison, Row
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -45,8 +47,17 @@ def dropped(name: str, model: str) -> list[dict[str, Any]]:
 
 
 def comparisons() -> list[Comparison]:
-    """What ``veloxquant compare`` found, if it was committed: ``benchmarks/results/compare_*.json``."""
-    return [Comparison.load(file) for file in sorted(RESULTS.glob("compare_*.json"))]
+    """What ``veloxquant compare`` found, if it was committed, in the order of ``MODELS``.
+
+    ``benchmarks/results/compare_*.json`` are links to the tables that ship with the package.
+    """
+    found = {file.stem.removeprefix("compare_"): Comparison.load(file) for file in RESULTS.glob("compare_*.json")}
+    return [found[key] for key in sorted(found, key=lambda key: ([*MODELS, key].index(key), key))]
+
+
+def title(found: Comparison) -> str:
+    """The model's name as people write it."""
+    return next((name for key, name in MODELS.items() if found.model.name.startswith(key)), found.model.name)
 
 
 def compared(name: str) -> Iterator[str]:
@@ -55,7 +66,7 @@ def compared(name: str) -> Iterator[str]:
         rows = [row for row in found.rows if name in row.method.split("+")]
         if not rows:
             continue
-        yield f"### {found.model.name}, every figure of `veloxquant compare`"
+        yield f"### {title(found)}, every figure of `veloxquant compare`"
         yield ""
         yield f"{found.scored} predictions after {found.ctx:,} tokens. Machine: {found.machine}."
         yield "[What the figures are](../quality.md)."
@@ -81,6 +92,20 @@ def compared_row(row: Row) -> str:
         (row.decode_speed, ".2f"),
     )
     return f"| {row.label} | {' | '.join('–' if value is None else format(value, form) for value, form in figures)} |"
+
+
+def in_short(found: Comparison, name: str) -> str:
+    """A table cell: bytes, bits, KL and facts found of the method's rows alone, or why there are none."""
+    cells = []
+    for row in (row for row in found.rows if row.method == name):
+        if row.error is not None or row.bits is None or row.nbytes is None:
+            cells.append("failed")
+        elif row.bits >= NOTHING:
+            cells.append(f"saves nothing at {found.ctx:,} tokens ({row.bits:.2f}&nbsp;bits)")
+        else:
+            facts = "" if row.needle is None else f", {row.needle.mean:.0%}"
+            cells.append(f"{size(row.nbytes)} ({row.bits:.2f} bits): {kl(row.mean_kl)}{facts}".replace(" ", "&nbsp;"))
+    return "<br>".join(cells) or NOT_MEASURED
 
 
 def best(name: str, model: str) -> str:
