@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.docs.blocks import DOCS, blocks
 from tests.quality.test_recommend import RVQ1, RVQ2, folder, row, table
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cli import app
-from veloxquant_mlx.cli.recommend import code, command, parse_size
+from veloxquant_mlx.cli.recommend import code, command, parse_size, recommend
 from veloxquant_mlx.core.exceptions import QuantizerConfigError
-from veloxquant_mlx.quality.recommend import Choice
+from veloxquant_mlx.quality.recommend import MAX_KL, MIN_NEEDLE, Choice
 
 SNAP = row("snapkv, 512 tokens", "snapkv", 0.03, snap_budget=512)
 
@@ -76,6 +78,38 @@ def test_json(model):
     assert told["context"] == 8192 and len(told["extrapolates"]) == 4
     result = run(model, "--memory", "1KB", "--context", 8192, "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["best"] is None
+
+
+def test_of_a_repository_the_configuration_alone_is_fetched(model, monkeypatch):
+    asked: list[list[str]] = []
+
+    def fetched(name: str, allow_patterns: list[str]) -> str:
+        if name != "some/mistral":
+            raise OSError("no network")
+        asked.append(allow_patterns)
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    result = run(model, "--memory", "4MB", "--context", 8192, "--model", "some/mistral")
+    assert result.exit_code == 0 and result.stdout.startswith("mistral: weights"), result.output
+    assert len(asked) == 1 and not any("safetensors" in name and "json" not in name for name in asked[0])
+    result = run(model, "--memory", "4MB", "--context", 8192, "--model", "some/other")
+    assert result.exit_code == 2 and "'some/other' cannot be loaded (OSError: no network)" in result.stderr
+
+
+def test_the_example_of_the_page_is_what_is_printed(tmp_path, monkeypatch):
+    page = {block.title: block.text for block in blocks(DOCS / "recommend.md") if block.title}
+    (tmp_path / "my-llama").mkdir()
+    monkeypatch.chdir(tmp_path / "my-llama")
+    Path("config.json").write_text(page["config.json"])
+    words = ["recommend", "--model", ".", "--memory", "20GB", "--context", "65536"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert [line.rstrip() for line in result.stdout.splitlines()] == page["output.txt"].splitlines()
+
+
+def test_the_limits_are_those_of_the_engine():
+    limits = {p.name: p.default for p in inspect.signature(recommend).parameters.values()}
+    assert (limits["max_kl"], limits["min_needle"]) == (MAX_KL, MIN_NEEDLE)
 
 
 def choice(method: str, **fields: object) -> Choice:

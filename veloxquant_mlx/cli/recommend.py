@@ -194,9 +194,11 @@ def table(choices: tuple[Choice, ...]) -> Table:
     view.add_column("method", overflow="fold")
     for name in ("cache", "prompt", "mean KL", "needle", "speed"):
         view.add_column(name, justify="right", no_wrap=True)
-    view.add_column("against", overflow="fold")
+    if any(c.against for c in choices):
+        view.add_column("against", overflow="fold")
     for c in choices:
         needle = "-" if c.needle is None else f"{c.needle:.0%}"
         speed = "-" if c.speed is None else f"{c.speed:.2f}x"
-        view.add_row(Text(c.label), size(c.held), size(c.peak), band(c), needle, speed, "; ".join(c.against))
+        cells = [size(c.held), size(c.peak), band(c), needle, speed, *(["; ".join(c.against)] * bool(c.against))]
+        view.add_row(Text(c.label), *cells)
     return view

@@ -218,7 +218,7 @@ def _choice(
     base, ctx = Plan(label, rows[0][1].method, rows[0][1].fields), nearest[0].ctx
     plan = stretched(base, ctx, context)
     if context > ctx and any(r.keys.older or r.values.older for r in recipes(plan, shape.layers)):
-        against.append(f"packs old tokens coarser: at {context:,} tokens not what was measured at {ctx:,}")
+        against.append(f"packs old tokens coarser than most were at {ctx:,} tokens")
     if changed := [f"{name}={value}" for name, value in plan.fields.items() if value != base.fields.get(name)]:
         notes.append(f"keeps the share of tokens that was measured: {', '.join(changed)}")
     if held.peak > held.bytes:
