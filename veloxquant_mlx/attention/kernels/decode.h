@@ -123,6 +123,7 @@ for (int base = share * each + WARP * 32; base < last; base += WARPS * 32) {
       if (!mask[place]) s[r] = LOW;
 #else
       s[r] += float(mask[place]) * 1.4426950408889634f;
+      if (s[r] < LOW) s[r] = LOW;  // a row that sees nothing takes the mean of all, as where masks are boolean
 #endif
     }
 #endif
