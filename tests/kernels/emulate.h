@@ -1,10 +1,13 @@
 // A group of lanes on one CPU thread: every lane is a coroutine that runs until the others must catch up.
+#include <setjmp.h>
+#include <signal.h>
 #include <ucontext.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #define FN static inline
@@ -35,16 +38,17 @@ typedef half FLOAT16;
 typedef bfloat BFLOAT16;
 
 struct Lane {
-  ucontext_t context;
+  ucontext_t context;  // to begin with; jumps from then on, which ask the system for nothing
+  jmp_buf place;
   int index, warp;
-  bool done;
+  bool begun, done;
   long rounds = 0, barriers = 0;
   uint64_t slot[2][4];  // two rounds: a lane may read the last one while another has begun the next
 };
 static std::vector<Lane> lanes;
 static Lane* self;
 static ucontext_t scheduler;
-static int group_x, group_y, group_z;
+static int group_x, group_y, group_z, order;  // of lanes: 1 or -1
 
 #define LANE (self->index & 31)
 #define WARP (self->warp)
@@ -56,11 +60,13 @@ static void next_lane() {
   Lane* from = self;
   int count = lanes.size();
   for (int i = 1; i <= count; i++) {
-    Lane* to = &lanes[(from->index + i) % count];
+    Lane* to = &lanes[(from->index + order * i + count) % count];
     if (!to->done && to != from) {
       self = to;
-      swapcontext(&from->context, &to->context);
-      return;
+      if (_setjmp(from->place)) return;
+      if (to->begun) _longjmp(to->place, 1);
+      to->begun = true;
+      setcontext(&to->context);
     }
   }
 }
@@ -109,21 +115,98 @@ static void launch(void (*kernel)(void**), void** args, int gx, int gy, int gz, 
   body = kernel;
   arguments = args;
   const int stack = 256 << 10;
-  std::vector<char> stacks(size_t(threads) * stack);
+  std::unique_ptr<char[]> stacks(new char[size_t(threads) * stack]);
   for (group_z = 0; group_z < gz; group_z++)
     for (group_y = 0; group_y < gy; group_y++)
       for (group_x = 0; group_x < gx; group_x++) {
         lanes.assign(threads, Lane());
         for (int i = 0; i < threads; i++) {
           Lane& lane = lanes[i];
-          lane.index = i, lane.warp = i / 32, lane.done = false;
+          lane.index = i, lane.warp = i / 32, lane.begun = false, lane.done = false;
           getcontext(&lane.context);
-          lane.context.uc_stack.ss_sp = stacks.data() + size_t(i) * stack;
+          lane.context.uc_stack.ss_sp = stacks.get() + size_t(i) * stack;
           lane.context.uc_stack.ss_size = stack;
           lane.context.uc_link = &scheduler;
           makecontext(&lane.context, entry, 0);
         }
-        self = &lanes[0];
-        swapcontext(&scheduler, &lanes[0].context);
+        self = &lanes[order > 0 ? 0 : threads - 1];
+        self->begun = true;
+        swapcontext(&scheduler, &self->context);
       }
 }
+
+// Whether a launch stayed within its arrays, which end where memory does.
+static sigjmp_buf outside;
+static int guarded(void (*kernel)(void**), void** args, int gx, int gy, int gz, int threads, int direction) {
+  struct sigaction jump = {}, before, bus;
+  jump.sa_handler = [](int) { siglongjmp(outside, 1); };
+  sigaction(SIGSEGV, &jump, &before);
+  sigaction(SIGBUS, &jump, &bus);
+  order = direction;
+  const bool inside = sigsetjmp(outside, 1) == 0;
+  if (inside) launch(kernel, args, gx, gy, gz, threads);
+  sigaction(SIGSEGV, &before, nullptr);
+  sigaction(SIGBUS, &bus, nullptr);
+  return inside;
+}
+
+// What `pairs.h` says for CUDA.
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct Pair { half low, high; };
+static Pair pair(unsigned x) { Pair p; memcpy(&p, &x, 4); return p; }
+static unsigned bits_of(half a, half b) { Pair p{a, b}; unsigned x; memcpy(&x, &p, 4); return x; }
+static unsigned pair_of(float a, float b) { return bits_of(half(a), half(b)); }
+static unsigned pair_sub(unsigned a, unsigned b) {
+  return bits_of(pair(a).low - pair(b).low, pair(a).high - pair(b).high);
+}
+static unsigned pair_mul(unsigned a, unsigned b) {
+  return bits_of(pair(a).low * pair(b).low, pair(a).high * pair(b).high);
+}
+static unsigned pair_fma(unsigned a, unsigned b, unsigned c) {
+  return bits_of(
+      half(double(pair(a).low) * double(pair(b).low) + double(pair(c).low)),
+      half(double(pair(a).high) * double(pair(b).high) + double(pair(c).high)));
+}
+struct Operands { unsigned a[4]; };
+static void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  Operands mine = {{a0, a1, a2, a3}};
+  float a[2][16];  // rows r and r + 8
+  int r = LANE >> 2, j = LANE & 3;
+  Operands* first = exchange(mine);
+  for (int i = 0; i < 4; i++) {
+    Operands x = given(first, 4 * r + i);
+    for (int part = 0; part < 4; part++) {
+      a[part & 1][8 * (part >> 1) + 2 * i] = pair(x.a[part]).low;
+      a[part & 1][8 * (part >> 1) + 2 * i + 1] = pair(x.a[part]).high;
+    }
+  }
+  Operands right = {{b0, b1}};
+  first = exchange(right);
+  for (int e = 0; e < 2; e++) {
+    int column = 2 * j + e;
+    float b[16];
+    for (int i = 0; i < 4; i++) {
+      Operands x = given(first, 4 * column + i);
+      for (int part = 0; part < 2; part++) {
+        b[8 * part + 2 * i] = pair(x.a[part]).low;
+        b[8 * part + 2 * i + 1] = pair(x.a[part]).high;
+      }
+    }
+    for (int row = 0; row < 2; row++) {
+      double sum = c[2 * row + e];
+      for (int k = 0; k < 16; k++) sum += double(a[row][k]) * double(b[k]);
+      c[2 * row + e] = float(sum);
+    }
+  }
+}
+
+template <int BYTES> static void copy_later(void* to, const void* from) {
+  if (uintptr_t(to) % BYTES || uintptr_t(from) % BYTES) abort();  // the device takes aligned addresses only
+  memcpy(to, from, BYTES);
+}
+static void close_group() {}
+template <int LEFT> static void await_groups() {}
+static void meet() { warp_sync(); }
+alignas(16) static unsigned shared_pool[(256 << 10) / 4];
+#define POOL(name) unsigned* name = shared_pool

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
+import os
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from tempfile import gettempdir
 
 import mlx.core as mx
 import numpy as np
@@ -35,30 +36,49 @@ def source(job: Launch) -> str:
     taken = "".join(f"  {kind} {name} = ({kind})arrays[{i}];\n" for i, (name, kind) in enumerate(arrays))
     return (
         '#include "emulate.h"\n'
-        + launch.defined(job)
-        + "".join(map(launch.text, job.headers))
+        + launch.defined(job.defines.items())
+        + "".join(launch.text(name) for name in job.headers if name != "pairs.h")
         + f"static void kernel(void** arrays) {{\n{taken}{launch.text(job.source)}}}\n"
-        + 'extern "C" void run(void** arrays, int x, int y, int z, int threads) {\n'
-        + "  launch(kernel, arrays, x, y, z, threads);\n}\n"
+        + 'extern "C" int run(void** arrays, int x, int y, int z, int threads, int backwards) {\n'
+        + "  return guarded(kernel, arrays, x, y, z, threads, backwards ? -1 : 1);\n}\n"
     )
 
 
 @cache
+def compiler() -> tuple[str, Path]:
+    """The compiler, and where programs are kept between runs, next to ``emulate.h`` in its precompiled form."""
+    found = shutil.which("g++")
+    assert found is not None, "kernels are tested as C++ programs: install g++"
+    text = (HERE / "emulate.h").read_bytes()
+    folder = HERE.parents[1] / ".pytest_cache" / "kernels" / hashlib.sha256(text).hexdigest()[:16]
+    header = folder / "emulate.h"
+    if not header.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        first = folder / f"{os.getpid()}.h"
+        first.write_bytes(text)
+        compiled(found, first, folder / "emulate.h.gch")
+        first.rename(header)
+    return found, folder
+
+
+def compiled(compiler: str, code: Path, into: Path, *options: str) -> None:
+    """Compile ``code``; other processes see a complete file or none."""
+    partial = into.with_suffix(f".{os.getpid()}")
+    command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", *options, str(code), "-o", str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    partial.rename(into)
+
+
+@cache
 def built(program: str) -> ctypes.CDLL:
-    """The compiled program; programs are kept between runs."""
-    compiler = shutil.which("g++")
-    assert compiler is not None, "the emulation of kernels needs g++"
-    key = hashlib.sha256((program + (HERE / "emulate.h").read_text()).encode()).hexdigest()[:24]
-    folder = Path(gettempdir()) / "veloxquant-kernels"
-    folder.mkdir(exist_ok=True)
-    library = folder / f"{key}.so"
+    """The compiled program."""
+    found, folder = compiler()
+    library = folder / f"{hashlib.sha256(program.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        code, partial = folder / f"{key}.cpp", folder / f"{key}.{id(program)}.so"
+        code = library.with_suffix(f".{os.getpid()}.cpp")
         code.write_text(program)
-        command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}", str(code), "-o", str(partial)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:4000]
-        partial.rename(library)
+        compiled(found, code, library, "-shared", f"-I{folder}")
     return ctypes.CDLL(str(library))
 
 
@@ -68,14 +88,27 @@ def numbers(x: mx.array) -> np.ndarray:
     return np.ascontiguousarray(np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x))
 
 
-def run(job: Launch) -> list[mx.array]:
-    """What ``launch.run`` does; outputs hold NaN where the kernel wrote nothing."""
-    given = [numbers(a) for a in job.inputs.values()]
-    made = []
-    for shape, dtype in job.outputs.values():
-        made.append(numbers(mx.full(shape, float("nan"), dtype)).copy())
+def guarded(x: np.ndarray) -> np.ndarray:
+    """A copy whose end is the end of what memory may be touched."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0) == 0
+    out = np.frombuffer(memory, x.dtype, x.size, size - x.nbytes).reshape(x.shape)
+    out[...] = x
+    return out
+
+
+def run(job: Launch, backwards: bool = False) -> list[mx.array]:
+    """What ``launch.run`` does; outputs hold NaN where the kernel wrote nothing.
+
+    ``backwards`` lets the last lane run first: a kernel without races does not notice.
+    """
+    given = [guarded(numbers(a)) for a in job.inputs.values()]
+    made = [guarded(numbers(mx.full(shape, float("nan"), dtype))) for shape, dtype in job.outputs.values()]
     pointers = (ctypes.c_void_p * (len(given) + len(made)))(*(a.ctypes.data for a in (*given, *made)))
-    built(source(job)).run(pointers, *job.grid, 32 * job.warps)
+    inside = built(source(job)).run(pointers, *job.grid, 32 * job.warps, backwards)
+    assert inside, f"{job.source} reads or writes beyond the end of an array"
     return [
         mx.array(a).view(dtype) if dtype == mx.bfloat16 else mx.array(a)
         for a, (_, dtype) in zip(made, job.outputs.values(), strict=True)
