@@ -1,37 +1,64 @@
-// One result from the shares. Those before `PACKED` have packed values and add up in the basis of the codes, those after
-// it have float values; with `SPLIT` the two sums stay apart.
+// One result from the shares. Those before `counts[14]` have packed values and add up in the basis of the codes, as
+// those of the tensor cores do; those after it have float values. With `SPLIT` the two sums stay apart.
 
-const int row = GROUP_Y, shares = counts[14] + counts[15];
+const int row = GROUP_Y, packed = counts[14], shares = counts[14] + counts[15];
 const size_t all = size_t(ALL_HEADS) * ALL_ROWS;
+#if FAST
+const int others = counts[19];
+#define TOP_OF(s) ((s) < others ? fast_top[(s) * all + row] : part_top[((s) - others) * all + row])
+#define WEIGHT_OF(s) ((s) < others ? fast_weight[(s) * all + row] : part_weight[((s) - others) * all + row])
+#define SUM_OF(s, c) ((s) < others ? fast[((s) * all + row) * DV + (c)] : part[(((s) - others) * all + row) * DV + (c)])
+#else
+const int others = 0;
+#define TOP_OF(s) part_top[(s) * all + row]
+#define WEIGHT_OF(s) part_weight[(s) * all + row]
+#define SUM_OF(s, c) part[((s) * all + row) * DV + (c)]
+#endif
+const int count = others + shares, coded_shares = others + packed;
+SHARED float highs[WARPS], totals[WARPS], coded[WARPS * DV], plain[WARPS * DV];
+
 float high = LOW;
+for (int s = WARP * 32 + LANE; s < count; s += WARPS * 32) high = TOP_OF(s) > high ? TOP_OF(s) : high;
+UNROLL
+for (int m = 16; m > 0; m >>= 1) {
+  const float other = shfl_xor(high, m);
+  high = other > high ? other : high;
+}
+if (LANE == 0) highs[WARP] = high;
+BARRIER();
+for (int w = 0; w < WARPS; w++) high = highs[w] > high ? highs[w] : high;
 #if SINKS
-high = float(sinks[row / LENGTH % QUERY_HEADS]) * 1.4426950408889634f;
+const float sink = float(sinks[row / LENGTH % QUERY_HEADS]) * 1.4426950408889634f;
+high = sink > high ? sink : high;
 #endif
-for (int s = 0; s < shares; s++) high = part_top[s * all + row] > high ? part_top[s * all + row] : high;
-#if FAST
-for (int s = 0; s < counts[19]; s++) high = fast_top[s * all + row] > high ? fast_top[s * all + row] : high;
-#endif
+
 float total = 0.0f;
+for (int s = WARP * 32 + LANE; s < count; s += WARPS * 32) total += WEIGHT_OF(s) * EXP2(TOP_OF(s) - high);
+UNROLL
+for (int m = 16; m > 0; m >>= 1) total += shfl_xor(total, m);
+if (LANE == 0) totals[WARP] = total;
+
+// Each warp sums every WARPS-th share, its lanes are channels.
+for (int c = LANE; c < DV; c += 32) {
+  float of_coded = 0.0f, of_plain = 0.0f;
+  for (int s = WARP; s < coded_shares; s += WARPS) of_coded += SUM_OF(s, c) * EXP2(TOP_OF(s) - high);
+  for (int s = coded_shares + WARP; s < count; s += WARPS) of_plain += SUM_OF(s, c) * EXP2(TOP_OF(s) - high);
+  coded[WARP * DV + c] = of_coded;
+  plain[WARP * DV + c] = of_plain;
+}
+BARRIER();
+total = 0.0f;
+for (int w = 0; w < WARPS; w++) total += totals[w];
 #if SINKS
-total = EXP2(float(sinks[row / LENGTH % QUERY_HEADS]) * 1.4426950408889634f - high);
-#endif
-for (int s = 0; s < shares; s++) total += part_weight[s * all + row] * EXP2(part_top[s * all + row] - high);
-#if FAST
-for (int s = 0; s < counts[19]; s++) total += fast_weight[s * all + row] * EXP2(fast_top[s * all + row] - high);
+total += EXP2(sink - high);
 #endif
 for (int c = WARP * 32 + LANE; c < DV; c += WARPS * 32) {
-  float coded = 0.0f, plain = 0.0f;
-  for (int s = 0; s < counts[14]; s++) coded += part[(s * all + row) * DV + c] * EXP2(part_top[s * all + row] - high);
-#if FAST
-  for (int s = 0; s < counts[19]; s++)
-    coded += fast[(s * all + row) * DV + c] * EXP2(fast_top[s * all + row] - high);
-#endif
-  for (int s = counts[14]; s < shares; s++)
-    plain += part[(s * all + row) * DV + c] * EXP2(part_top[s * all + row] - high);
+  float of_coded = 0.0f, of_plain = 0.0f;
+  for (int w = 0; w < WARPS; w++) of_coded += coded[w * DV + c], of_plain += plain[w * DV + c];
 #if SPLIT
-  of_codes[row * DV + c] = coded / total;
-  of_floats[row * DV + c] = plain / total;
+  of_codes[row * DV + c] = of_coded / total;
+  of_floats[row * DV + c] = of_plain / total;
 #else
-  out[row * DV + c] = OUT((coded + plain) / total);
+  out[row * DV + c] = OUT((of_coded + of_plain) / total);
 #endif
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -27,6 +27,7 @@ class Launch:
     outputs: Mapping[str, tuple[tuple[int, ...], mx.Dtype]]
     grid: tuple[int, int, int]
     warps: int = WARPS
+    shared: int = 0  # bytes of shared memory that the source calls POOL (CUDA)
     headers: tuple[str, ...] = field(default=("readers.h",))
 
 
@@ -36,9 +37,9 @@ def text(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def defined(launch: Launch) -> str:
-    """The constants of a launch, as preprocessor lines."""
-    return "".join(f"#define {name} {value}\n" for name, value in launch.defines.items())
+def defined(defines: Iterable[tuple[str, int | str]]) -> str:
+    """Constants as preprocessor lines."""
+    return "".join(f"#define {name} {value}\n" for name, value in defines)
 
 
 def backend() -> str | None:
@@ -49,21 +50,35 @@ def backend() -> str | None:
 
 
 @cache
-def _compiled(back: str, source: str, header: str, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    make = mx.fast.cuda_kernel if back == "cuda" else mx.fast.metal_kernel
+def _kernel(
+    back: str,
+    source: str,
+    headers: tuple[str, ...],
+    defines: tuple[tuple[str, int | str], ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    dtypes: tuple[mx.Dtype, ...],
+    shared: int,
+) -> Any:
+    header = text(f"{back}.h") + defined(defines) + "".join(map(text, headers))
     body = text(f"{back}_lanes.h") + text(source)
-    # MLX knows compiled kernels by their name.
-    key = hashlib.sha256((header + body).encode()).hexdigest()[:16]
-    return make(name=f"veloxquant_{name}_{key}", input_names=inputs, output_names=outputs, source=body, header=header)
+    # MLX knows compiled kernels by their names, whatever the dtypes of their arrays.
+    key = hashlib.sha256((header + body + repr(dtypes)).encode()).hexdigest()[:16]
+    name = f"veloxquant_{source.removesuffix('.h')}_{key}"
+    names: dict[str, Any] = {"name": name, "input_names": inputs, "output_names": outputs}
+    if back == "cuda":
+        return mx.fast.cuda_kernel(**names, source=body, header=header, shared_memory=shared)
+    return mx.fast.metal_kernel(**names, source=body, header=header)
 
 
 def run(launch: Launch) -> list[mx.array]:
     """The outputs of a launch, lazy as all arrays; errors of the compiler come when they are evaluated."""
     back = backend()
     assert back is not None, "kernels need a GPU"
-    header = text(f"{back}.h") + defined(launch) + "".join(map(text, launch.headers))
-    name = launch.source.removesuffix(".h")
-    kernel = _compiled(back, launch.source, header, name, tuple(launch.inputs), tuple(launch.outputs))
+    defines = tuple(launch.defines.items())
+    dtypes = tuple(a.dtype for a in launch.inputs.values())
+    names = tuple(launch.inputs), tuple(launch.outputs)
+    kernel = _kernel(back, launch.source, launch.headers, defines, *names, dtypes, launch.shared)
     x, y, z = launch.grid
     return kernel(
         inputs=list(launch.inputs.values()),

@@ -1,0 +1,381 @@
+// Decode attention by CUDA's tensor cores over rows whose keys and values are both packed: LO to HI of `decode.h`.
+//
+// A warp takes TILE rows at a time, and the codes of the next STAGES - 1 tiles are on their way while it works. Scores:
+// queries (16) times keys (8 rows): lane (r, j) = (LANE / 4, LANE % 4) has query rows r and r + 8, and keys of row r.
+// Sums: values (16 channels) times weights (8 queries): the weights of lane (r, j) are those of query r, as the scores
+// left them. Which number of a row counts as which of the 16 is free, so each lane reads neighbouring codes: keys in
+// chunks of D / 4 channels, values in chunks of DV / 8.
+
+const int HELD = counts[7] - counts[6];
+const int r = LANE >> 2, j = LANE & 3;
+const size_t head = GROUP_Y;
+#define STEPS (DT / 16)
+#define BLOCKS (DV / 16)
+#define SUBS (TILE / 32)
+#define SHIFT 15.0f  // weights are kept below 2^15: the smallest of them then keep their digits in half precision
+
+#if KEYS == CHANNEL_AFFINE
+#define TILE_ROW(sub, n, e) (16 * j + 8 * (e) + 4 * (sub) + (n))  // the row of score (n, e) of this lane
+#define QUERY_CHANNEL(step, x) (16 * (step) + 4 * (x) + j)
+#define V_PLACE(row) (((row) & 15) * 4 + ((row) >> 4))  // rows of lanes that read together lie together
+#define K_BYTES (DT * 8 * K_BITS)
+#define STAGED (2 * K_GROUP == TILE)
+#define K_SIZES (STAGED ? 4 * DT : 0)
+#else
+#define TILE_ROW(sub, n, e) (8 * (n) + 2 * j + (e))
+#if KEYS == TOKEN_AFFINE
+#define QUERY_CHANNEL(step, x) (j * (DT / 4) + 8 * ((step) / 2) + 2 * ((step) % 2) + (x) / 2 + 4 * ((x) % 2))
+#define K_SIZES (2 * TILE * K_GROUPS)
+#else
+#define QUERY_CHANNEL(step, x) (j * (DT / 4) + 4 * (step) + (x))
+#define K_SIZES (2 * TILE)
+#endif
+#define V_PLACE(row) (((row) & ~7) | ((row) & 1) << 2 | ((row) & 7) >> 1)
+#define K_BYTES (TILE * DT / 8 * K_BITS)
+#endif
+#define V_ROW (DV / 8 * V_BITS)
+#define V_LANE (V_ROW / 8)
+#define V_SPREAD (V_ROW == 64 || V_ROW == 128)  // then rows are moved about, so that lanes do not wait for one bank
+#define V_BYTES (TILE * V_ROW)
+#define V_SIZES (2 * TILE * (VALUES == TOKEN_AFFINE ? V_GROUPS : 1))
+#define K_SIZES_AT (K_BYTES + V_BYTES)
+#define V_SIZES_AT (K_SIZES_AT + K_SIZES * (KEYS == CODEBOOK ? 1 : 2))
+#define STAGE_BYTES (V_SIZES_AT + V_SIZES * (VALUES == CODEBOOK ? 1 : 2))
+
+#define K_TABLE_WORDS (KEYS == CODEBOOK ? (1 << 2 * K_BITS) * COPIES : 0)
+#define V_TABLE_WORDS (VALUES == CODEBOOK && !SAME_TABLE ? (1 << 2 * V_BITS) * COPIES : 0)
+POOL(pool);
+SHARED float tops[WARPS * 16], weights[WARPS * 16];
+uint8_t* stages = reinterpret_cast<uint8_t*>(pool + K_TABLE_WORDS + V_TABLE_WORDS) + WARP * STAGES * STAGE_BYTES;
+
+// Levels of all pairs of codes, a copy for every lane (or for two): lanes then never wait for the same bank.
+#if KEYS == CODEBOOK
+for (int i = WARP * 32 + LANE; i < K_TABLE_WORDS; i += WARPS * 32) {
+  const unsigned code = i / COPIES;
+  pool[i] = pair_of(float(k_table[code & ((1 << K_BITS) - 1)]), float(k_table[code >> K_BITS]));
+}
+const unsigned* k_pairs = pool + LANE % COPIES;
+#endif
+#if VALUES == CODEBOOK
+for (int i = WARP * 32 + LANE; i < V_TABLE_WORDS; i += WARPS * 32) {
+  const unsigned code = i / COPIES;
+  pool[K_TABLE_WORDS + i] = pair_of(float(v_table[code & ((1 << V_BITS) - 1)]), float(v_table[code >> V_BITS]));
+}
+const unsigned* v_pairs = pool + (SAME_TABLE ? 0 : K_TABLE_WORDS) + LANE % COPIES;
+#endif
+BARRIER();
+
+unsigned query[STEPS][QUERIES][2];
+UNROLL
+for (int s = 0; s < STEPS; s++) {
+  UNROLL
+  for (int o = 0; o < QUERIES; o++) {
+    const int row = r + 8 * o;
+    UNROLL
+    for (int x = 0; x < 2; x++) {
+      float a = 0.0f, b = 0.0f;
+      if (row < ALL_ROWS) {
+        const size_t at = (head * ALL_ROWS + row) * DT;
+        a = float(QUERY[at + QUERY_CHANNEL(s, 2 * x)]) * scale[0];
+        b = float(QUERY[at + QUERY_CHANNEL(s, 2 * x + 1)]) * scale[0];
+      }
+      query[s][o][x] = pair_of(a, b);
+    }
+  }
+}
+
+float top[QUERIES], weight[QUERIES], acc[QUERIES][BLOCKS][4];
+UNROLL
+for (int o = 0; o < QUERIES; o++) {
+  top[o] = LOW;
+  weight[o] = 0.0f;
+  UNROLL
+  for (int m = 0; m < BLOCKS; m++) acc[o][m][0] = acc[o][m][1] = acc[o][m][2] = acc[o][m][3] = 0.0f;
+}
+
+const uint8_t* k_bytes = reinterpret_cast<const uint8_t*>(k_words);
+const uint8_t* v_bytes = reinterpret_cast<const uint8_t*>(v_words);
+const int shares = counts[19], each = ((HELD + shares - 1) / shares + TILE - 1) / TILE * TILE;
+const int last = HELD < (GROUP_X + 1) * each ? HELD : (GROUP_X + 1) * each;
+int base = GROUP_X * each + WARP * TILE, ahead = base;
+
+// Asks for the codes of the tile at `ahead`; past the end there is nothing to ask for, but still a group.
+#define ASK(stage)                                                                                                   \
+  {                                                                                                                  \
+    uint8_t* to = stages + (stage) * STAGE_BYTES;                                                                    \
+    if (ahead < last) {                                                                                              \
+      ASK_KEYS(to)                                                                                                   \
+      const size_t row = head * counts[9] + ahead;                                                                   \
+      UNROLL                                                                                                         \
+      for (int i = LANE * 16; i < V_BYTES; i += 512) {                                                               \
+        const int line = i / V_ROW, at = i % V_ROW;                                                                  \
+        const int moved = V_SPREAD ? V_PLACE(line) * V_ROW + (at ^ (V_PLACE(line) & 2) << 4) : i;                    \
+        copy_later<16>(to + K_BYTES + moved, v_bytes + row * V_ROW + i);                                             \
+      }                                                                                                              \
+      copy_sizes<V_SIZES>(to + V_SIZES_AT, v_scales + row * (V_SIZES / (2 * TILE)), LANE);                           \
+      ASK_V_BIASES(to)                                                                                               \
+    }                                                                                                                \
+    close_group();                                                                                                   \
+    ahead += WARPS * TILE;                                                                                           \
+  }
+#if KEYS == CHANNEL_AFFINE
+const size_t k_row = size_t(counts[8]) / 8 * K_BITS, groups = counts[8] / K_GROUP;
+#define PIECE (K_BITS % 2 ? 8 : 16)
+#define ASK_KEYS(to)                                                                                                 \
+  UNROLL                                                                                                             \
+  for (int i = LANE * PIECE; i < K_BYTES; i += 32 * PIECE)                                                           \
+    copy_later<PIECE>(to + i, k_bytes + (head * DT + i / (8 * K_BITS)) * k_row + ahead / 8 * K_BITS + i % (8 * K_BITS)); \
+  if (STAGED) {                                                                                                      \
+    UNROLL                                                                                                           \
+    for (int c = LANE; c < DT; c += 32) {                                                                            \
+      const size_t group = (head * DT + c) * groups + ahead / K_GROUP;                                               \
+      copy_later<4>(to + K_SIZES_AT + 4 * c, k_scales + group);                                                      \
+      copy_later<4>(to + K_SIZES_AT + K_SIZES + 4 * c, k_biases + group);                                            \
+    }                                                                                                                \
+  }
+#else
+#define ASK_KEYS(to)                                                                                                 \
+  const size_t k_at = head * counts[8] + ahead;                                                                      \
+  UNROLL                                                                                                             \
+  for (int i = LANE * 16; i < K_BYTES; i += 512) copy_later<16>(to + i, k_bytes + k_at * (K_BYTES / TILE) + i);      \
+  copy_sizes<K_SIZES>(to + K_SIZES_AT, k_scales + k_at * (K_SIZES / (2 * TILE)), LANE);                              \
+  ASK_K_BIASES(to)
+#endif
+#if KEYS == TOKEN_AFFINE
+#define ASK_K_BIASES(to) copy_sizes<K_SIZES>(to + K_SIZES_AT + K_SIZES, k_biases + k_at * K_GROUPS, LANE);
+#else
+#define ASK_K_BIASES(to)
+#endif
+#if VALUES == TOKEN_AFFINE
+#define ASK_V_BIASES(to) copy_sizes<V_SIZES>(to + V_SIZES_AT + V_SIZES, v_biases + row * V_GROUPS, LANE);
+#else
+#define ASK_V_BIASES(to)
+#endif
+
+UNROLL
+for (int stage = 0; stage < STAGES - 1; stage++) ASK(stage)
+int stage = 0;
+for (; base < last; base += WARPS * TILE) {
+  meet();  // all lanes have read what is now overwritten
+  ASK(stage == 0 ? STAGES - 1 : stage - 1)
+  await_groups<STAGES - 1>();
+  meet();
+  const uint8_t* here = stages + stage * STAGE_BYTES;
+  stage = stage + 1 == STAGES ? 0 : stage + 1;
+  const FLOAT16* k_size = reinterpret_cast<const FLOAT16*>(here + K_SIZES_AT);
+  const FLOAT16* v_size = reinterpret_cast<const FLOAT16*>(here + V_SIZES_AT);
+
+  float score[SUBS][4][4];
+  UNROLL
+  for (int h = 0; h < SUBS; h++) {
+    UNROLL
+    for (int n = 0; n < 4; n++) score[h][n][0] = score[h][n][1] = score[h][n][2] = score[h][n][3] = 0.0f;
+  }
+#define SCORE(h, n, s, b0, b1) \
+  mma(score[h][n], query[s][0][0], QUERIES > 1 ? query[s][QUERIES - 1][0] : 0u, query[s][0][1], \
+      QUERIES > 1 ? query[s][QUERIES - 1][1] : 0u, b0, b1)
+
+#if KEYS == CHANNEL_AFFINE
+  UNROLL
+  for (int s = 0; s < STEPS; s++) {
+    unsigned code[4], step[2], bias[2];
+    UNROLL
+    for (int x = 0; x < 4; x++) code[x] = unaligned<K_BITS>(here + QUERY_CHANNEL(s, x) * (8 * K_BITS), r);
+    UNROLL
+    for (int x = 0; x < 2; x++) {
+      if (STAGED) {
+        const int at = 2 * QUERY_CHANNEL(s, 2 * x) + (r >> 2);
+        step[x] = halves(k_size[at], k_size[at + 8]);
+        bias[x] = halves(k_size[K_SIZES / 2 + at], k_size[K_SIZES / 2 + at + 8]);
+      } else {
+        const size_t at = (head * DT + QUERY_CHANNEL(s, 2 * x)) * groups + (base + 8 * r) / K_GROUP;
+        step[x] = halves(k_scales[at], k_scales[at + 4 * groups]);
+        bias[x] = halves(k_biases[at], k_biases[at + 4 * groups]);
+      }
+    }
+    UNROLL
+    for (int h = 0; h < SUBS; h++) {
+      const unsigned a = facing<K_BITS>(code[0], code[1], h), b = facing<K_BITS>(code[2], code[3], h);
+      UNROLL
+      for (int n = 0; n < 4; n++)
+        SCORE(h, n, s, pair_fma(whole<K_BITS>(a, n), step[0], bias[0]), pair_fma(whole<K_BITS>(b, n), step[1], bias[1]));
+    }
+  }
+#else
+  UNROLL
+  for (int n = 0; n < 4; n++) {
+    const int row = 8 * n + r;
+    unsigned code[(DT / 4 * K_BITS + 31) / 32];
+    load<DT / 4 * K_BITS / 8>(here + row * (K_BYTES / TILE) + j * (DT / 4 * K_BITS / 8), code);
+    UNROLL
+    for (int u = 0; u < DT / 32; u++) {
+      const unsigned x = unit<K_BITS>(code, u);
+#if KEYS == TOKEN_AFFINE
+      const int group = row * K_GROUPS + (j * (DT / 4) + 8 * u) / K_GROUP;
+      const unsigned step = halves(k_size[group], k_size[group]);
+      const unsigned bias = halves(k_size[K_SIZES / 2 + group], k_size[K_SIZES / 2 + group]);
+      const unsigned y = K_BITS == 4 ? x : facing<K_BITS>(x, x >> (4 * K_BITS), 0);
+      UNROLL
+      for (int s = 0; s < 2; s++)
+        SCORE(0, n, 2 * u + s, pair_fma(whole<K_BITS>(y, 2 * s), step, bias), pair_fma(whole<K_BITS>(y, 2 * s + 1), step, bias));
+#else
+      UNROLL
+      for (int s = 0; s < 2; s++) {
+        const unsigned a = (x >> (4 * K_BITS * s)) & ((1u << 2 * K_BITS) - 1);
+        const unsigned b = (x >> (4 * K_BITS * s + 2 * K_BITS)) & ((1u << 2 * K_BITS) - 1);
+        SCORE(0, n, 2 * u + s, k_pairs[a * COPIES], k_pairs[b * COPIES]);
+      }
+#endif
+    }
+  }
+#if KEYS == CODEBOOK
+  UNROLL
+  for (int n = 0; n < 4; n++) {
+    UNROLL
+    for (int e = 0; e < 2; e++) {
+      const float size = float(k_size[TILE_ROW(0, n, e)]);
+      score[0][n][e] *= size;
+      score[0][n][2 + e] *= size;
+    }
+  }
+#endif
+#endif
+
+  unsigned p[SUBS][4][QUERIES];
+  UNROLL
+  for (int o = 0; o < QUERIES; o++) {
+    float high = LOW;
+    UNROLL
+    for (int h = 0; h < SUBS; h++) {
+      UNROLL
+      for (int n = 0; n < 4; n++) {
+        UNROLL
+        for (int e = 0; e < 2; e++) {
+          if (base + TILE > last && base + TILE_ROW(h, n, e) >= last) score[h][n][2 * o + e] = LOW;
+          high = fmaxf(high, score[h][n][2 * o + e]);
+        }
+      }
+    }
+    if (any_lane(high > top[o])) {  // rarely, once the first rows have been seen
+      high = fmaxf(high, shfl_xor(high, 1));
+      high = fmaxf(high, shfl_xor(high, 2));
+      high = fmaxf(high, top[o]);
+      const float shrink = EXP2(top[o] - high);
+      const float even = shfl(shrink, 8 * j), odd = shfl(shrink, 8 * j + 4);
+      weight[o] *= shrink;
+      top[o] = high;
+      UNROLL
+      for (int m = 0; m < BLOCKS; m++) acc[o][m][0] *= even, acc[o][m][1] *= odd, acc[o][m][2] *= even, acc[o][m][3] *= odd;
+    }
+    const float zero = top[o] - SHIFT;
+    UNROLL
+    for (int h = 0; h < SUBS; h++) {
+      UNROLL
+      for (int n = 0; n < 4; n++) {
+        const float a = EXP2(score[h][n][2 * o] - zero), b = EXP2(score[h][n][2 * o + 1] - zero);
+        weight[o] += a + b;
+        p[h][n][o] = pair_of(a, b);
+      }
+    }
+  }
+
+  UNROLL
+  for (int h = 0; h < SUBS; h++) {
+    UNROLL
+    for (int n = 0; n < 4; n += 2) {
+      unsigned code[2][2][(V_LANE + 3) / 4];
+      UNROLL
+      for (int y = 0; y < 2; y++) {
+        UNROLL
+        for (int e = 0; e < 2; e++) {
+          const int row = TILE_ROW(h, n + y, e), place = V_SPREAD ? V_PLACE(row) : row;
+          const int at = V_SPREAD ? (r * V_LANE) ^ ((place & 2) << 4) : r * V_LANE;
+          load<V_LANE>(here + K_BYTES + place * V_ROW + at, code[y][e]);
+        }
+      }
+#if VALUES == CODEBOOK
+      unsigned size[2];
+      UNROLL
+      for (int y = 0; y < 2; y++) size[y] = halves(v_size[TILE_ROW(h, n + y, 0)], v_size[TILE_ROW(h, n + y, 1)]);
+#endif
+      UNROLL
+      for (int u = 0; u < DV / 64; u++) {
+        unsigned low[2], up[2];
+        UNROLL
+        for (int y = 0; y < 2; y++) {
+          const unsigned a = unit<V_BITS>(code[y][0], u), b = unit<V_BITS>(code[y][1], u);
+          low[y] = LACED ? laced(a, b, 0) : facing<V_BITS>(a, b, 0);
+          up[y] = LACED ? laced(a, b, 1) : facing<V_BITS>(a, b, 1);
+        }
+#if VALUES == TOKEN_AFFINE
+        unsigned step[2], bias[2];
+        UNROLL
+        for (int y = 0; y < 2; y++) {
+          const int group = (r * (DV / 8) + 8 * u) / V_GROUP;
+          const int a = TILE_ROW(h, n + y, 0) * V_GROUPS + group, b = TILE_ROW(h, n + y, 1) * V_GROUPS + group;
+          step[y] = halves(v_size[a], v_size[b]);
+          bias[y] = halves(v_size[V_SIZES / 2 + a], v_size[V_SIZES / 2 + b]);
+        }
+#define VALUE(x, y, i) pair_fma(whole<V_BITS>(x[y], i), step[y], bias[y])
+#else
+#define VALUE(x, y, i) \
+  pair_mul(v_pairs[(LACED ? (x[y] >> (8 * i)) & 255 : both<V_BITS>(x[y], i)) * COPIES], size[y])
+#endif
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+          const unsigned a0 = VALUE(low, 0, i), a1 = VALUE(up, 0, i), a2 = VALUE(low, 1, i), a3 = VALUE(up, 1, i);
+          UNROLL
+          for (int o = 0; o < QUERIES; o++) mma(acc[o][4 * u + i], a0, a1, a2, a3, p[h][n][o], p[h][n + 1][o]);
+        }
+      }
+    }
+  }
+}
+
+await_groups<0>();
+BARRIER();  // nobody reads tables and codes any more
+float* sums = reinterpret_cast<float*>(pool);
+UNROLL
+for (int o = 0; o < QUERIES; o++) {
+  weight[o] += shfl_xor(weight[o], 1);
+  weight[o] += shfl_xor(weight[o], 2);
+  if (j == 0) {
+    tops[WARP * 16 + r + 8 * o] = top[o];
+    weights[WARP * 16 + r + 8 * o] = weight[o];
+  }
+}
+BARRIER();
+for (int w = 0; w < WARPS; w++) {
+  if (w == WARP) {
+    UNROLL
+    for (int o = 0; o < QUERIES; o++) {
+      UNROLL
+      for (int x = 0; x < 2; x++) {
+        const int row = 8 * o + 2 * j + x;
+        float high = LOW;
+        for (int v = 0; v < WARPS; v++) high = fmaxf(high, tops[v * 16 + row]);
+        const float shrink = EXP2(tops[w * 16 + row] - high - SHIFT);
+        if (row < ALL_ROWS) {
+          UNROLL
+          for (int m = 0; m < BLOCKS; m++) {
+            UNROLL
+            for (int y = 0; y < 2; y++) {
+              const int of = LACED ? 2 * (m % 4) + y : m % 4 + 4 * y, c = row * DV + r * (DV / 8) + 8 * (m / 4) + of;
+              sums[c] = (w ? sums[c] : 0.0f) + acc[o][m][2 * y + x] * shrink;
+            }
+          }
+        }
+      }
+    }
+  }
+  BARRIER();
+}
+const size_t place = (size_t(GROUP_X) * ALL_HEADS + head) * ALL_ROWS;
+for (int i = WARP * 32 + LANE; i < ALL_ROWS * DV; i += WARPS * 32) fast[place * DV + i] = sums[i];
+for (int i = WARP * 32 + LANE; i < ALL_ROWS; i += WARPS * 32) {
+  float high = LOW, total = 0.0f;
+  for (int v = 0; v < WARPS; v++) high = fmaxf(high, tops[v * 16 + i]);
+  for (int v = 0; v < WARPS; v++) total += weights[v * 16 + i] * EXP2(tops[v * 16 + i] - high - SHIFT);
+  fast_top[place + i] = high;
+  fast_weight[place + i] = total;
+}

@@ -1,0 +1,86 @@
+// Codes as pairs of halves. A unit is 8 codes of a row, in the low bits of a word; `HALF_UNIT` are the bits of 4.
+
+#define ONES 0x00010001u
+#define INTEGER 0x64006400u  // 1024 as a half: its last bits count by one
+
+// Loads `BYTES` bytes at `at`, which is a multiple of the largest power of two in `BYTES`.
+template <int BYTES> FN void load(const void* at, unsigned (&out)[(BYTES + 3) / 4]) {
+  if (BYTES % 16 == 0) {
+    UNROLL
+    for (int i = 0; i < BYTES / 16; i++) {
+      const uint4 x = reinterpret_cast<const uint4*>(at)[i];
+      out[4 * i] = x.x, out[4 * i + 1] = x.y, out[4 * i + 2] = x.z, out[4 * i + 3] = x.w;
+    }
+  } else if (BYTES % 8 == 0) {
+    UNROLL
+    for (int i = 0; i < BYTES / 8; i++) {
+      const uint2 x = reinterpret_cast<const uint2*>(at)[i];
+      out[2 * i] = x.x, out[2 * i + 1] = x.y;
+    }
+  } else if (BYTES % 4 == 0) {
+    UNROLL
+    for (int i = 0; i < BYTES / 4; i++) out[i] = reinterpret_cast<const unsigned*>(at)[i];
+  } else if (BYTES % 2 == 0) {
+    UNROLL
+    for (int i = 0; i < (BYTES + 3) / 4; i++) out[i] = 0;
+    UNROLL
+    for (int i = 0; i < BYTES / 2; i++)
+      out[i / 2] |= unsigned(reinterpret_cast<const uint16_t*>(at)[i]) << (16 * (i % 2));
+  } else {
+    UNROLL
+    for (int i = 0; i < (BYTES + 3) / 4; i++) out[i] = 0;
+    UNROLL
+    for (int i = 0; i < BYTES; i++) out[i / 4] |= unsigned(reinterpret_cast<const uint8_t*>(at)[i]) << (8 * (i % 4));
+  }
+}
+
+template <int BITS, int WORDS_> FN unsigned unit(const unsigned (&words)[WORDS_], int u) {
+  const int bit = 8 * BITS * u, word = bit >> 5, shift = bit & 31;
+  unsigned x = words[word] >> shift;
+  if (shift + 8 * BITS > 32) x |= words[word + 1 < WORDS_ ? word + 1 : word] << ((32 - shift) & 31);
+  return x;
+}
+
+// The first (`high` = 0) or last 4 codes of two units side by side: in the low and in the high half of a word.
+template <int BITS> FN unsigned facing(unsigned a, unsigned b, int high) {
+  if (BITS == 4) return high ? (a >> 16) | (b & 0xffff0000u) : (a & 0xffffu) | (b << 16);
+  const unsigned keep = (1u << (4 * BITS)) - 1;
+  return ((a >> (high ? 4 * BITS : 0)) & keep) | (((b >> (high ? 4 * BITS : 0)) & keep) << 16);
+}
+
+// Code i of each half, as a pair of whole numbers.
+template <int BITS> FN unsigned whole(unsigned halves, int i) {
+  return pair_sub(((halves >> (BITS * i)) & (ONES * ((1u << BITS) - 1))) | INTEGER, INTEGER);
+}
+
+// Code i of each half as one number: that of the low half in the low bits.
+template <int BITS> FN unsigned both(unsigned halves, int i) {
+  const unsigned x = halves >> (BITS * i), low = (1u << BITS) - 1;
+  return (x & low) | ((x >> (16 - BITS)) & (low << BITS));
+}
+
+// Codes of two units as bytes, one code of each unit in a byte (4 bits): the even (`odd` = 0) or the odd ones of both.
+FN unsigned laced(unsigned a, unsigned b, int odd) {
+  return odd ? ((a >> 4) & 0x0f0f0f0fu) | (b & 0xf0f0f0f0u) : (a & 0x0f0f0f0fu) | ((b << 4) & 0xf0f0f0f0u);
+}
+
+template <typename T> FN unsigned halves(T a, T b) { return pair_of(float(a), float(b)); }
+
+// Unit r of bytes in shared memory, 3 bits wide ones too.
+template <int BITS> FN unsigned unaligned(const uint8_t* at, int r) {
+  unsigned out[1];
+  if (BITS != 3) {
+    load<BITS == 3 ? 4 : BITS>(at + r * BITS, out);
+    return out[0];
+  }
+  const unsigned* words = reinterpret_cast<const unsigned*>(at);
+  const int word = 3 * r / 4, shift = 24 * r & 31;
+  return words[word] >> shift | (shift > 8 ? words[word + 1] << (32 - shift) : 0u);
+}
+
+// Copies `BYTES` bytes of half-precision sizes, a multiple of 16.
+template <int BYTES, typename P> FN void copy_sizes(uint8_t* to, P from, int lane) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(from);
+  UNROLL
+  for (int i = lane * 16; i < BYTES; i += 512) copy_later<16>(to + i, bytes + i);
+}
