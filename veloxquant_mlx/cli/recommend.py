@@ -124,8 +124,8 @@ def show(advice: Advice, model: str, out: Console) -> None:
     for text in advice.notes:
         say(f"note: {text}.")
     say(
-        "Bytes are of keys and values; activations come on top. KL: lowest and highest mean over the measured models, "
-        "in nats. Needles: of the planted facts that the uncompressed cache finds.",
+        "Bytes are of keys and values, prompt: the most while it is read; activations come on top. KL: the mean in "
+        "nats, of several models the highest. Needles: of the planted facts that the uncompressed cache finds.",
         "dim",
     )
     if advice.extrapolates:
@@ -192,13 +192,13 @@ def table(choices: tuple[Choice, ...]) -> Table:
     """Choices in few columns."""
     view = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     view.add_column("method", overflow="fold")
-    for name in ("cache", "prompt", "mean KL", "needle", "speed"):
+    for name in ("cache", "prompt", "KL", "needle", "speed"):
         view.add_column(name, justify="right", no_wrap=True)
     if any(c.against for c in choices):
         view.add_column("against", overflow="fold")
     for c in choices:
         needle = "-" if c.needle is None else f"{c.needle:.0%}"
         speed = "-" if c.speed is None else f"{c.speed:.2f}x"
-        cells = [size(c.held), size(c.peak), band(c), needle, speed, *(["; ".join(c.against)] * bool(c.against))]
+        cells = [size(c.held), size(c.peak), kl(c.kl[1]), needle, speed, *(["; ".join(c.against)] * bool(c.against))]
         view.add_row(Text(c.label), *cells)
     return view

@@ -205,20 +205,22 @@ def _choice(
             notes.append(f"saved nothing at {found.ctx:,} tokens on {found.model.name}, which is no evidence")
     if not useful:
         raise _NoEvidence("; ".join([*against, *notes]))
-    nearest = min(useful, key=lambda pair: abs(math.log2(pair[0].model.head_dim / shape.head_dim)))
-    scale = Scale(*nearest)
+    # Of the rows whose heads are nearest in size, the one that makes the most of it.
+    distance = {id(row): abs(math.log2(found.model.head_dim / shape.head_dim)) for found, row in useful}
+    nearest = [Scale(*pair) for pair in useful if distance[id(pair[1])] == min(distance.values())]
+    scale = max(nearest, key=lambda scale: scale(shape, context).bytes)
     held = scale(shape, context)
     evidence = tuple(_evidence(*pair) for pair in useful)
     kls, needles, speeds = ([getattr(e, name) for e in evidence] for name in ("kl", "needle", "speed"))
     needle, speed = (min((v for v in values if v is not None), default=None) for values in (needles, speeds))
     if max(kls) > max_kl:
-        against.append(f"KL {max(kls):.3f} is above {max_kl:g}")
+        against.append(f"KL {max(kls):.3f} above {max_kl:g}")
     if needle is not None and needle < min_needle:
-        against.append(f"finds {needle:.0%} of the planted facts, fewer than {min_needle:.0%}")
-    base, ctx = Plan(label, rows[0][1].method, rows[0][1].fields), nearest[0].ctx
+        against.append(f"needles {needle:.0%} below {min_needle:.0%}")
+    base, ctx = Plan(label, rows[0][1].method, rows[0][1].fields), scale.found.ctx
     plan = stretched(base, ctx, context)
     if context > ctx and any(r.keys.older or r.values.older for r in recipes(plan, shape.layers)):
-        against.append(f"packs old tokens coarser than most were at {ctx:,} tokens")
+        against.append("old tokens coarser than in what was measured")
     if changed := [f"{name}={value}" for name, value in plan.fields.items() if value != base.fields.get(name)]:
         notes.append(f"keeps the share of tokens that was measured: {', '.join(changed)}")
     if held.peak > held.bytes:
