@@ -11,12 +11,15 @@ import pytest
 
 from tests.kernels import emulation
 from tests.kernels.cases import by_kernel, check, codec, product, queries, store, stream
-from tests.matrix import Shape, identical
+from tests.matrix import ROWS, Row, Shape, identical, tensors
 from veloxquant_mlx.attention.kernels import decode, launch
 from veloxquant_mlx.attention.kernels.sides import sides
 from veloxquant_mlx.attention.masks import Mask
 from veloxquant_mlx.cache.store import Store
 from veloxquant_mlx.codecs.base import Codec
+from veloxquant_mlx.codecs.clipped import ClippedToken
+from veloxquant_mlx.codecs.nested import NestedKeys, NestedValues
+from veloxquant_mlx.codecs.pages import PagedAffine
 from veloxquant_mlx.codecs.sketch import SignSketch, projections
 from veloxquant_mlx.core.types import Stream
 
@@ -124,6 +127,20 @@ def test_a_codebook_per_sequence() -> None:
         factors = mx.random.uniform(0.5, 1.5, (3, 2, 1, 64 if seed == 2 else 1), key=mx.random.key(seed))
         bound.append(product(64, 6, 4, (1, 1)).bind({"smooth": factors, "book": book}))
     check(store(stream(bound[0]), stream(bound[1]), 90, shape, later=3), queries(shape, 2, 3), "causal")
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        (NestedKeys(2, 32, 4), NestedValues(2, 32, 4, dim=64)),
+        (ClippedToken(3, 32, dim=64), ClippedToken(3, 32, dim=64, fp8=False)),
+        (PagedAffine(2, 2, 0.25, 32, 64, dim=64), None),
+    ],
+    ids=["nested", "clipped", "paged"],
+)
+def test_affine_codes_with_parameters_of_another_kind(keys: Codec, values: Codec | None) -> None:
+    """Steps on the grid of a finer width, parameters of one byte, pages without a high plane."""
+    check(store(stream(keys), stream(values), 131), queries((1, 2, 64, 64), 2, 1))
 
 
 @pytest.mark.parametrize("m", [64, 100, 200])
@@ -266,6 +283,38 @@ def test_nan_out_of_sight_leaves_no_trace() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- what is left
+
+
+READ = {
+    "kivi-2",
+    "kivi-4-r32",
+    "kivi-8-r0",
+    "kivi_sink",
+    "mse-2",
+    "qjl",
+    "rvq-1",
+    "rvq-2",
+    "rvq-3",
+    "rvq-4",
+    "vecinfer",
+}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.drops and not row.indexes], ids=lambda row: row.id)
+def test_methods(row: Row) -> None:
+    """What kernels read of the methods, with their settings; they say of all others why not."""
+    cache, data = row.cache(), tensors(213)
+    for start, stop in ((0, 200), (200, 210), (210, 213)):
+        part = data.part(start, stop)
+        cache.update_and_fetch(part.k, part.v)
+        cache.attend(part.q, scale=0.125, mask="causal")
+        cache.end_prefill()
+        cache.settle()
+    found = sides(cache._store, 64)
+    assert isinstance(found, str) == (row.id not in READ), found
+    if not isinstance(found, str):
+        assert cache._store.sealed
+        check(cache._store, data.q[:, :, -3:], "causal")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ class ChannelAffine(_Affine):
 
     def readable(self, codes: Codes) -> Readable | None:
         dim = codes["words"].shape[2]
-        return Readable("channel_affine", self.bits, dim, **codes, group=self.group) if dim % 8 == 0 else None
+        arrays = (codes["words"], codes["scales"], codes["biases"])
+        return Readable("channel_affine", self.bits, dim, *arrays, group=self.group) if dim % 8 == 0 else None
 
 
 class TokenAffine(_Affine):
@@ -161,7 +162,8 @@ class TokenAffine(_Affine):
     def readable(self, codes: Codes) -> Readable | None:
         if self.dim % 8 or self.group % 8:
             return None
-        return Readable("token_affine", self.bits, self.dim, **codes, group=self.group)
+        arrays = (codes["words"], codes["scales"], codes["biases"])
+        return Readable("token_affine", self.bits, self.dim, *arrays, group=self.group)
 
     def _pad(self, x: mx.array, mode: Literal["constant", "edge"]) -> mx.array:
         spare = self.padded_dim - self.dim

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from .affine import ROUND_UP, TokenAffine
-from .base import F16_MAX, Codec, Codes
+from .base import F16_MAX, Codec, Codes, Readable
 
 # Factors on both ends of a group's range. 1 is among them: shrinking a one-sided range towards zero misplaces it.
 ALPHAS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85)
@@ -107,3 +107,6 @@ class ClippedToken(TokenAffine):
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         return super().mix(p, self._opened(codes)) if self._native(False) else Codec.mix(self, p, codes)
+
+    def readable(self, codes: Codes) -> Readable | None:
+        return super().readable(self._opened(codes))

@@ -140,6 +140,7 @@ class ClusteredToken(ClippedToken):
 
     scores = Codec.scores
     mix = Codec.mix
+    readable = Codec.readable
 
 
 def _inside(labels: mx.array, count: int) -> mx.array:

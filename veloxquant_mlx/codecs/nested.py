@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .affine import ChannelAffine, TokenAffine, _Affine
-from .base import Codec, Codes, compute_dtype
+from .base import Codec, Codes, Readable, compute_dtype
 from .packing import pack, unpack
 
 
@@ -55,6 +55,9 @@ class _Nested(_Affine):
 
     def _product(self, x: mx.array, codes: Codes, transpose: bool) -> mx.array:
         return super()._product(x, self._wide(codes, compute_dtype(x.dtype)), transpose)
+
+    def readable(self, codes: Codes) -> Readable | None:
+        return super().readable(self._wide(codes, mx.float32))
 
 
 class NestedKeys(_Nested, ChannelAffine):

@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..core.exceptions import QuantizerConfigError
 from ..core.types import is_int
 from .affine import ChannelAffine
-from .base import Axis, Codec, Codes
+from .base import Axis, Codec, Codes, Readable
 from .packing import lookup, pack, padded, row_multiple
 
 
@@ -107,3 +107,6 @@ class PagedAffine(ChannelAffine):
 
     def mix(self, p: mx.array, codes: Codes) -> mx.array:
         return Codec.mix(self, p, codes)
+
+    def readable(self, codes: Codes) -> Readable | None:
+        return None if self.boosted else super().readable(codes)
