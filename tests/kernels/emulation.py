@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant_mlx.attention.kernels import launch
-from veloxquant_mlx.attention.kernels.launch import Launch
+from veloxquant_mlx.attention.kernels.launch import Output, Program
 
 HERE = Path(__file__).parent
 TYPES = {
@@ -29,16 +30,16 @@ TYPES = {
 }
 
 
-def source(job: Launch) -> str:
-    """The C++ program of one launch."""
-    arrays = [(name, f"const {TYPES[a.dtype]}*") for name, a in job.inputs.items()]
-    arrays += [(name, f"{TYPES[dtype]}*") for name, (_, dtype) in job.outputs.items()]
+def source(program: Program, inputs: Sequence[mx.array], outputs: Sequence[Output]) -> str:
+    """The C++ program of a kernel for arrays like these."""
+    arrays = [(name, f"const {TYPES[a.dtype]}*") for name, a in zip(program.inputs, inputs, strict=True)]
+    arrays += [(name, f"{TYPES[dtype]}*") for name, (_, dtype) in zip(program.outputs, outputs, strict=True)]
     taken = "".join(f"  {kind} {name} = ({kind})arrays[{i}];\n" for i, (name, kind) in enumerate(arrays))
     return (
         '#include "emulate.h"\n'
-        + launch.defined(job.defines.items())
-        + "".join(launch.text(name) for name in job.headers if name != "pairs.h")
-        + f"static void kernel(void** arrays) {{\n{taken}{launch.text(job.source)}}}\n"
+        + program.constants()
+        + "".join(launch.text(name) for name in program.headers if name != "pairs.h")
+        + f"static void kernel(void** arrays) {{\n{taken}{program.body}}}\n"
         + 'extern "C" int run(void** arrays, int x, int y, int z, int threads, int backwards) {\n'
         + "  return guarded(kernel, arrays, x, y, z, threads, backwards ? -1 : 1);\n}\n"
     )
@@ -99,17 +100,23 @@ def guarded(x: np.ndarray) -> np.ndarray:
     return out
 
 
-def run(job: Launch, backwards: bool = False) -> list[mx.array]:
+def run(
+    program: Program,
+    inputs: Sequence[mx.array],
+    outputs: Sequence[Output],
+    grid: tuple[int, int, int],
+    backwards: bool = False,
+) -> list[mx.array]:
     """What ``launch.run`` does; outputs hold NaN where the kernel wrote nothing.
 
     ``backwards`` lets the last lane run first: a kernel without races does not notice.
     """
-    given = [guarded(numbers(a)) for a in job.inputs.values()]
-    made = [guarded(numbers(mx.full(shape, float("nan"), dtype))) for shape, dtype in job.outputs.values()]
+    given = [guarded(numbers(a)) for a in inputs]
+    made = [guarded(numbers(mx.full(shape, float("nan"), dtype))) for shape, dtype in outputs]
     pointers = (ctypes.c_void_p * (len(given) + len(made)))(*(a.ctypes.data for a in (*given, *made)))
-    inside = built(source(job)).run(pointers, *job.grid, 32 * job.warps, backwards)
-    assert inside, f"{job.source} reads or writes beyond the end of an array"
+    inside = built(source(program, inputs, outputs)).run(pointers, *grid, 32 * program.warps, backwards)
+    assert inside, f"{program.name} reads or writes beyond the end of an array"
     return [
         mx.array(a).view(dtype) if dtype == mx.bfloat16 else mx.array(a)
-        for a, (_, dtype) in zip(made, job.outputs.values(), strict=True)
+        for a, (_, dtype) in zip(made, outputs, strict=True)
     ]

@@ -9,19 +9,15 @@ import pytest
 
 from tests.kernels import emulation
 from tests.matrix import identical
-from veloxquant_mlx.attention.kernels import launch
-from veloxquant_mlx.attention.kernels.launch import Launch
+from veloxquant_mlx.attention.kernels.launch import Program
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch):
+def kernel():
     """Runs a kernel by its text, on ``x`` and with an ``out`` of 64 numbers, in one group of two warps."""
-    text = launch.text
-
     def run(source: str, x: mx.array, backwards: bool = False) -> mx.array:
-        monkeypatch.setattr(launch, "text", lambda name: source if name == "test.h" else text(name))
-        job = Launch("test.h", {}, {"x": x}, {"out": ((64,), mx.float32)}, (1, 1, 1), warps=2, headers=())
-        return emulation.run(job, backwards)[0]
+        program = Program("test", source, {}, ("x",), ("out",), 2, headers=())
+        return emulation.run(program, [x], [((64,), mx.float32)], (1, 1, 1), backwards)[0]
 
     return run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -67,14 +66,14 @@ class Symbols(NamedTuple):
     per_channel: bool = False
 
 
-@dataclass(frozen=True)
-class Readable:
+class Readable(NamedTuple):
     """How a kernel reads the codes of rows, ``dim`` numbers each in the basis of the codes.
 
     ``kind``: ``token_affine`` and ``channel_affine`` (``codecs.affine``: ``words``, ``scales``, ``biases``),
     ``codebook`` (levels ``table`` ``(2 ** bits,)`` times ``scales`` ``(B, H, n)``), ``product`` (``words`` are bytes of
     indices into ``table`` ``(B | 1, H | 1, P | 1, K, sub)``). ``group`` is that of the scales. ``on_query`` takes float
     queries ``(..., D)`` into the basis of the codes, ``from_mix`` weighted sums out of it; None: they are in it.
+    ``sketch`` are signs (a codebook of 1 bit with a query basis of its own) of what the codes miss: scores add up.
     """
 
     kind: str
@@ -87,14 +86,15 @@ class Readable:
     group: int = 0
     on_query: Callable[[mx.array], mx.array] | None = None
     from_mix: Callable[[mx.array], mx.array] | None = None
+    sketch: Readable | None = None
 
     def behind(self, on_query: Callable[[mx.array], mx.array], from_mix: Callable[[mx.array], mx.array]) -> Readable:
         """The same codes of rows that went through one more transform."""
         inner, outer = self.on_query, self.from_mix
-        return replace(
-            self,
+        return self._replace(
             on_query=on_query if inner is None else lambda q: inner(on_query(q)),
             from_mix=from_mix if outer is None else lambda y: from_mix(outer(y)),
+            sketch=None if self.sketch is None else self.sketch.behind(on_query, from_mix),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -50,13 +51,13 @@ class ScalarCodebook(Codec):
         self.padded_dim = padded(dim, row_multiple(bits))
         self.layout = {"words": Axis(-2, 1), "rms": Axis(-1, 1)}
         table = np.asarray(levels, dtype=np.float32)
-        self._dots, self._levels = PackedDots(table, bits, fused), mx.array(table)
+        self._dots, self._levels = PackedDots(table, bits, fused), _array(table.tobytes())
         order = np.argsort(table, kind="stable")
         if not np.isfinite(table).all():
             raise QuantizerConfigError("levels must be finite numbers")
         self._nearest = Nearest((table[order][1:] + table[order][:-1]) / 2, bits)
         self._order = None if (np.diff(order) == 1).all() else mx.array(order.astype(np.uint8))
-        mx.eval(self._order, self._levels)
+        mx.eval(self._order)
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)
@@ -94,6 +95,14 @@ class ScalarCodebook(Codec):
         if self.dim % 8:
             return None
         return Readable("codebook", self.bits, self.dim, codes["words"], codes["rms"], table=self._levels)
+
+
+@cache
+def _array(levels: bytes) -> mx.array:
+    """One array for all who have the same levels: kernels then read one table."""
+    array = mx.array(np.frombuffer(levels, np.float32))
+    mx.eval(array)
+    return array
 
 
 def _search_tree(thresholds: np.ndarray) -> np.ndarray:

@@ -1,20 +1,11 @@
-// One result from the shares. Those before `counts[14]` have packed values and add up in the basis of the codes, as
-// those of the tensor cores do; those after it have float values. With `SPLIT` the two sums stay apart.
+// One result from the shares. Those before `coded_shares` have packed values and add up in the basis of the codes, those
+// after it have float values. With `SPLIT` the two sums stay apart.
 
-const int row = GROUP_Y, packed = counts[14], shares = counts[14] + counts[15];
+const int row = GROUP_Y, coded_shares = counts[16] + counts[14], count = coded_shares + counts[15];
 const size_t all = size_t(ALL_HEADS) * ALL_ROWS;
-#if FAST
-const int others = counts[19];
-#define TOP_OF(s) ((s) < others ? fast_top[(s) * all + row] : part_top[((s) - others) * all + row])
-#define WEIGHT_OF(s) ((s) < others ? fast_weight[(s) * all + row] : part_weight[((s) - others) * all + row])
-#define SUM_OF(s, c) ((s) < others ? fast[((s) * all + row) * DV + (c)] : part[(((s) - others) * all + row) * DV + (c)])
-#else
-const int others = 0;
 #define TOP_OF(s) part_top[(s) * all + row]
 #define WEIGHT_OF(s) part_weight[(s) * all + row]
 #define SUM_OF(s, c) part[((s) * all + row) * DV + (c)]
-#endif
-const int count = others + shares, coded_shares = others + packed;
 SHARED float highs[WARPS], totals[WARPS], coded[WARPS * DV], plain[WARPS * DV];
 
 float high = LOW;

@@ -4,21 +4,26 @@
 
 const int N = counts[0], PAST = counts[1], KS = counts[2], KE = counts[3], VS = counts[4], VE = counts[5];
 const int LO = counts[6], HI = counts[7];  // rows that another kernel takes
-const int PACKED_SHARES = counts[14], FLOAT_SHARES = counts[15];
+const int PACKED_SHARES = counts[14], FLOAT_SHARES = counts[15], OWN = GROUP_X - counts[16];
 const size_t head = GROUP_Y;
 const int first_row = GROUP_Z * ROWS;
 
-SHARED float query[ROWS * D];
-#if TURNED
-SHARED float turned[ROWS * DT];
-#else
-#define turned query
-#endif
+// Queries make way for the sums at the end.
+#define QUERY_NUMBERS (D + TURNED * DT + SKETCH)
+SHARED float pool[ROWS * (QUERY_NUMBERS > DV ? QUERY_NUMBERS : DV)];
+#define query pool
+#define turned (pool + TURNED * ROWS * D)
+#define sketched (pool + ROWS * (D + TURNED * DT))
+#define sums pool
 for (int i = WARP * 32 + LANE; i < ROWS * D; i += WARPS * 32)
   query[i] = first_row + i / D < ALL_ROWS ? float(q[(head * ALL_ROWS + first_row) * D + i]) * scale[0] : 0.0f;
 #if TURNED
 for (int i = WARP * 32 + LANE; i < ROWS * DT; i += WARPS * 32)
   turned[i] = first_row + i / DT < ALL_ROWS ? float(qt[(head * ALL_ROWS + first_row) * DT + i]) * scale[0] : 0.0f;
+#endif
+#if SKETCH
+for (int i = WARP * 32 + LANE; i < ROWS * SKETCH; i += WARPS * 32)
+  sketched[i] = first_row + i / SKETCH < ALL_ROWS ? float(qs[(head * ALL_ROWS + first_row) * SKETCH + i]) * scale[0] : 0.0f;
 #endif
 #if KEYS == CODEBOOK
 SHARED float k_levels[1 << K_BITS];
@@ -39,10 +44,10 @@ for (int r = 0; r < ROWS; r++) {
   for (int i = 0; i < SLOTS; i++) acc[r][i] = 0.0f;
 }
 
-const bool packed_values = GROUP_X < PACKED_SHARES;
+const bool packed_values = OWN < PACKED_SHARES;
 const int count = packed_values ? LO - VS + VE - HI : VS + N - VE;
 const int shares = packed_values ? PACKED_SHARES : FLOAT_SHARES;
-const int share = packed_values ? GROUP_X : GROUP_X - PACKED_SHARES;
+const int share = packed_values ? OWN : OWN - PACKED_SHARES;
 const int each = ((count + shares - 1) / shares + 31) / 32 * 32;
 const int last = count < (share + 1) * each ? count : (share + 1) * each;
 
@@ -106,6 +111,22 @@ for (int base = share * each + WARP * 32; base < last; base += WARPS * 32) {
     UNROLL
     for (int r = 0; r < ROWS; r++) s[r] *= size;
 #endif
+#if SKETCH
+    float missed[ROWS];
+    UNROLL
+    for (int r = 0; r < ROWS; r++) missed[r] = 0.0f;
+    for (int c = 0; c < SKETCH; c += 32) {
+      const unsigned signs = k_signs[row * (SKETCH / 32) + c / 32];
+      for (int i = 0; i < 32; i++) {
+        const float sign = (signs >> i) & 1 ? 1.0f : -1.0f;
+        UNROLL
+        for (int r = 0; r < ROWS; r++) missed[r] += sketched[r * SKETCH + c + i] * sign;
+      }
+    }
+    const float missing = float(k_sizes[row]);
+    UNROLL
+    for (int r = 0; r < ROWS; r++) s[r] += missed[r] * missing;
+#endif
   }
 #endif
 
@@ -118,7 +139,7 @@ for (int base = share * each + WARP * 32; base < last; base += WARPS * 32) {
 #elif MASK != OPEN
     if (first_row + r < ALL_ROWS) {
       const int b = GROUP_Y / HEADS, h = GROUP_Y % HEADS * (ALL_ROWS / LENGTH) + (first_row + r) / LENGTH;
-      const size_t place = size_t(b) * counts[16] + size_t(h) * counts[17] + size_t(l) * counts[18] + t;
+      const size_t place = size_t(b) * counts[17] + size_t(h) * counts[18] + size_t(l) * counts[19] + t;
 #if MASK == BOOLEAN
       if (!mask[place]) s[r] = LOW;
 #else
@@ -193,7 +214,7 @@ for (int base = share * each + WARP * 32; base < last; base += WARPS * 32) {
   }
 }
 
-SHARED float tops[WARPS * ROWS], weights[WARPS * ROWS], sums[ROWS * DV];
+SHARED float tops[WARPS * ROWS], weights[WARPS * ROWS];
 UNROLL
 for (int r = 0; r < ROWS; r++) {
   UNROLL

@@ -4,22 +4,71 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
 from . import launch, tensor
-from .launch import WARPS, Launch
-from .sides import KINDS, Side
+from .launch import Program
+from .sides import KINDS, Form, Side
 
 if TYPE_CHECKING:
     from ..masks import Mask
 
 MASKS = ("OPEN", "CAUSAL", "BOOLEAN", "ADDITIVE")
+WARPS = 4  # groups of 32 lanes that work together
 ROWS = 8  # query rows whose sums a group of lanes holds
 GROUPS = 1056  # groups of lanes that a call is split into: enough for the largest GPUs
 SHARE = 256  # rows below which a share is not worth a group
 LOG2E = 1 / log(2)
+
+
+class Call(NamedTuple):
+    """What programs are made for: ``rows`` query rows of ``length`` tokens for each of ``groups`` kv heads."""
+
+    keys: Form
+    values: Form
+    names: tuple[str, ...]
+    groups: int
+    heads: int
+    rows: int
+    length: int
+    dim: int
+    value_dim: int
+    mask: int
+    sinks: bool
+    dtype: mx.Dtype
+    tensor: bool
+    same_table: bool
+
+
+@lru_cache(maxsize=512)
+def _programs(call: Call, warps: int, stages: int) -> tuple[Program, Program]:
+    """The program that takes the shares, and the one that sums them."""
+    held = min(call.rows, ROWS)
+    shape = {"ALL_HEADS": call.groups, "ALL_ROWS": call.rows, "LENGTH": call.length, "DV": call.value_dim}
+    defines: dict[str, int | str] = {name: i for i, name in enumerate((*KINDS,))}
+    defines |= {name: i for i, name in enumerate(MASKS)} | shape | {"WARPS": warps}
+    defines |= call.keys.defines("K") | call.values.defines("V")
+    defines |= {"KEYS": KINDS.index(call.keys.kind.upper()), "VALUES": KINDS.index(call.values.kind.upper())}
+    defines |= {"MASK": call.mask, "HEADS": call.heads, "ROWS": held, "D": call.dim}
+    defines |= {"DT": call.keys.dim or call.dim, "TURNED": int(call.keys.turned), "SLOTS": -(-call.value_dim // 32)}
+    defines["SKETCH"] = call.keys.sketch
+    outputs = ("part", "part_top", "part_weight")
+    if call.tensor:
+        extra = tensor.defines(call.keys, call.values, call.rows, call.same_table)
+        shared = tensor.shared_bytes(call.keys, call.values, extra, call.rows * call.value_dim, warps)
+        body = f"if (GROUP_X < counts[16]) {{\nif (GROUP_Z > 0) return;\n{launch.text('tensor.h')}}} else {{\n"
+        body += f"{launch.text('decode.h')}}}\n"
+        shares = Program("tensor", body, defines | extra, call.names, outputs, warps, tensor.HEADERS, shared)
+    else:
+        shares = Program("decode", launch.text("decode.h"), defines, call.names, outputs, warps)
+    ends = shape | {"WARPS": 8, "QUERY_HEADS": call.heads * call.rows // call.length, "SINKS": int(call.sinks)}
+    ends |= {"SPLIT": int(call.values.turned)}
+    ends["OUT"] = str(call.dtype).removeprefix("mlx.core.").upper()
+    inputs = (*outputs, "counts", *(("sinks",) if call.sinks else ()))
+    results = ("of_codes", "of_floats") if call.values.turned else ("out",)
+    return shares, Program("combine", launch.text("combine.h"), ends, inputs, results, 8)
 
 
 @lru_cache
@@ -30,75 +79,67 @@ def _constants(numbers: tuple[int, ...] | tuple[float, ...]) -> mx.array:
 
 
 def attention(
-    keys: Side, values: Side, q: mx.array, scale: float, mask: Mask, sinks: mx.array | None, n: int
+    keys: Side,
+    values: Side,
+    q: mx.array,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    n: int,
+    half: bool = True,
 ) -> mx.array:
-    """Attention of ``q`` ``(B, Hq, L, D)`` over the ``n`` rows of a store (``sides``), in q's dtype."""
+    """Attention of ``q`` ``(B, Hq, L, D)`` over the ``n`` rows of a store (``sides``), in q's dtype.
+
+    With ``half`` the products may be made by tensor cores, in half precision.
+    """
     b, hq, length, dim = q.shape
-    heads, out_dim = keys.stream.heads, values.stream.dim
-    rows = hq // heads * length
-    held = min(rows, ROWS)
-    grid = b * heads, -(-rows // held)
-    low, high = tensor.rows(keys, values, rows, mask)
-    packed = values.stop - values.first
-    shares = [_shares(size, grid[0] * grid[1]) for size in (packed - (high - low), n - packed)]
-    shares[1] += sum(shares) == 0  # there is always one, if of no rows
-    fast = tensor.shares(high - low, b * heads)
-    strides = (0, 0, 0)
-    inputs = {"q": q, "scale": _constants((scale * LOG2E,))}
-    kind = 0 if mask is None else 1
+    heads, value_dim = keys.stream.heads, values.stream.dim
+    groups, rows, kind, steps = b * heads, hq // heads * length, 0 if mask is None else 1, (0, 0, 0)
+    packed, low, high = values.stop - values.first, values.first, min(keys.stop, values.stop)
+    fast = (
+        half
+        and high - low >= tensor.LEAST
+        and keys.first == low
+        and rows <= tensor.ROWS
+        and not isinstance(mask, mx.array)
+        and tensor.readable(keys.form, values.form)
+        and launch.backend() == "cuda"
+    )
+    high = high if fast else low
+    names, inputs = ("counts", "scale", "q"), [_constants((scale * LOG2E,)), q]
     if isinstance(mask, mx.array):
         kind = 2 if mask.dtype == mx.bool_ else 3
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        if mask.shape[1] not in (1, hq):  # one per kv head
-            mask = mx.repeat(mask, hq // heads, axis=1)
-        inputs["mask"], strides = mask, _strides(mask)
-    places = (keys.first, keys.stop, values.first, values.stop, low, high)
-    room = [count for pair in zip(keys.counts(), values.counts(), strict=True) for count in pair]
-    inputs["counts"] = _constants((n, n - length, *places, *room, *shares, *strides, fast))
-    inputs |= keys.inputs("k") | values.inputs("v")
-    defines: dict[str, int | str] = {name: i for i, name in enumerate(KINDS)} | {name: i for i, name in enumerate(MASKS)}
-    shape = {"ALL_HEADS": b * heads, "ALL_ROWS": rows, "LENGTH": length, "DV": out_dim, "WARPS": WARPS}
-    defines |= keys.defines("K") | values.defines("V")
-    defines |= {"KEYS": keys.kind, "VALUES": values.kind, "MASK": kind, "HEADS": heads, "ROWS": held, "D": dim}
-    defines |= {"TURNED": 0, "DT": dim, "SLOTS": -(-out_dim // 32)} | shape
-    if (codes := keys.codes) is not None:
-        defines["DT"] = codes.dim
-        if codes.on_query is not None:
-            inputs["qt"] = codes.on_query(q.reshape(b, heads, rows, dim))
-            defines["TURNED"] = 1
-    lead = (sum(shares), b * heads, rows)
-    parts = {
-        "part": ((*lead, out_dim), mx.float32),
-        "part_top": (lead, mx.float32),
-        "part_weight": (lead, mx.float32),
-    }
-    made = launch.run(Launch("decode.h", defines, inputs, parts, (sum(shares), *grid)))
-    summed = dict(zip(parts, made, strict=True)) | {"counts": inputs["counts"]}
-    if fast:
-        summed |= tensor.parts(keys, values, defines, inputs, fast)
-    split = values.codes is not None and values.codes.from_mix is not None
-    defines = shape | {"QUERY_HEADS": hq, "SINKS": int(sinks is not None)}
-    defines |= {"FAST": int(fast > 0), "SPLIT": int(split)}
-    if sinks is not None:
-        summed["sinks"] = sinks
-    shape_out = (b, hq, length, out_dim)
-    if not split:
-        outputs = {"out": (shape_out, q.dtype)}
-        defines["OUT"] = str(q.dtype).removeprefix("mlx.core.").upper()
-        return _combined(defines, summed, outputs, b * heads * rows)[0]
-    wide = {name: ((b, heads, rows, out_dim), mx.float32) for name in ("of_codes", "of_floats")}
-    of_codes, of_floats = _combined(defines, summed, wide, b * heads * rows)
-    assert values.codes is not None and values.codes.from_mix is not None
-    return (values.codes.from_mix(of_codes) + of_floats).astype(q.dtype).reshape(shape_out)
-
-
-def _combined(
-    defines: dict[str, int | str],
-    inputs: dict[str, mx.array],
-    outputs: dict[str, tuple[tuple[int, ...], mx.Dtype]],
-    rows: int,
-) -> list[mx.array]:
-    return launch.run(Launch("combine.h", defines, inputs, outputs, (1, rows, 1)))
+        names, steps = (*names, "mask"), _strides(mask)
+        inputs.append(mask)
+    if keys.codes is not None and keys.codes.on_query is not None:
+        names = (*names, "qt")
+        inputs.append(keys.codes.on_query(q.reshape(b, heads, rows, dim)))
+    if keys.codes is not None and (sketch := keys.codes.sketch) is not None and sketch.on_query is not None:
+        names = (*names, "qs")
+        inputs.append(sketch.on_query(q.reshape(b, heads, rows, dim)))
+    names = (*names, *keys.names("k"), *values.names("v"))
+    same = keys.codes is not None and values.codes is not None and keys.codes.table is values.codes.table
+    forms = (keys.form, values.form, names)
+    call = Call(*forms, groups, heads, rows, length, dim, value_dim, kind, sinks is not None, q.dtype, fast, same)
+    main, ends = _programs(call, WARPS, tensor.STAGES)
+    others = -(-rows // ROWS) if rows > ROWS else 1
+    split = tensor.shares(high - low, groups, WARPS) if fast else 0
+    coded, plain = _shares(packed - (high - low), groups * others), _shares(n - packed, groups * others)
+    plain += not (split or coded or plain)  # there is always one, if of no rows
+    spans = (n, n - length, keys.first, keys.stop, values.first, values.stop, low, high)
+    room = [count for pair in zip(keys.room(), values.room(), strict=True) for count in pair]
+    counts = _constants((*spans, *room, coded, plain, split, *steps))
+    total = split + coded + plain
+    lead = (total, groups, rows)
+    outputs = [((*lead, value_dim), mx.float32), (lead, mx.float32), (lead, mx.float32)]
+    parts = launch.run(main, [counts, *inputs, *keys.arrays(), *values.arrays()], outputs, (total, groups, others))
+    summed = [*parts, counts] if sinks is None else [*parts, counts, sinks]
+    shape, grid = (b, hq, length, value_dim), (1, groups * rows, 1)
+    if values.codes is None or values.codes.from_mix is None:
+        return launch.run(ends, summed, [(shape, q.dtype)], grid)[0]
+    of_codes, of_floats = launch.run(ends, summed, [((b, heads, rows, value_dim), mx.float32)] * 2, grid)
+    return (values.codes.from_mix(of_codes) + of_floats).astype(q.dtype).reshape(shape)
 
 
 def _shares(rows: int, others: int) -> int:
@@ -106,8 +147,8 @@ def _shares(rows: int, others: int) -> int:
     return min(-(-rows // SHARE), max(1, GROUPS // others))
 
 
-def _strides(mask: mx.array) -> tuple[int, int, int]:
+def _strides(mask: mx.array) -> tuple[int, ...]:
     """Steps from sequence to sequence, head to head, query row to query row in a mask; 0 where there is only one."""
     _, heads, rows, columns = mask.shape
     steps = (heads * rows * columns, rows * columns, columns)
-    return tuple(0 if n == 1 else step for n, step in zip(mask.shape, steps, strict=False))  # type: ignore[return-value]
+    return tuple(0 if n == 1 else step for n, step in zip(mask.shape, steps, strict=False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -11,35 +11,35 @@ from typing import Any
 
 import mlx.core as mx
 
-WARPS = 4  # groups of 32 lanes that work together
+Output = tuple[tuple[int, ...], mx.Dtype]
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One run of the kernel ``source`` (a file here): ``defines`` are its constants, names run in order.
+@dataclass(eq=False)
+class Program:
+    """A kernel: ``body`` with its constants, made once and run many times by groups of ``32 * warps`` lanes.
 
-    ``grid`` counts groups of ``32 * warps`` lanes. ``outputs`` are shapes and dtypes by name.
+    ``headers`` are sources of this folder; ``shared`` are the bytes of what the source calls POOL (CUDA).
     """
 
-    source: str
-    defines: Mapping[str, int | str]
-    inputs: Mapping[str, mx.array]
-    outputs: Mapping[str, tuple[tuple[int, ...], mx.Dtype]]
-    grid: tuple[int, int, int]
-    warps: int = WARPS
-    shared: int = 0  # bytes of shared memory that the source calls POOL (CUDA)
-    headers: tuple[str, ...] = field(default=("readers.h",))
+    name: str
+    body: str
+    defines: dict[str, int | str]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    warps: int
+    headers: tuple[str, ...] = ("readers.h",)
+    shared: int = 0
+    compiled: dict[tuple[mx.Dtype, ...], Callable[..., list[mx.array]]] = field(default_factory=dict)
+
+    def constants(self) -> str:
+        """The constants as preprocessor lines."""
+        return "".join(f"#define {name} {value}\n" for name, value in self.defines.items())
 
 
 @cache
 def text(name: str) -> str:
     """A source of this folder."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def defined(defines: Iterable[tuple[str, int | str]]) -> str:
-    """Constants as preprocessor lines."""
-    return "".join(f"#define {name} {value}\n" for name, value in defines)
 
 
 def backend() -> str | None:
@@ -49,41 +49,36 @@ def backend() -> str | None:
     return "cuda" if mx.cuda.is_available() else "metal"
 
 
-@cache
-def _kernel(
-    back: str,
-    source: str,
-    headers: tuple[str, ...],
-    defines: tuple[tuple[str, int | str], ...],
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    dtypes: tuple[mx.Dtype, ...],
-    shared: int,
-) -> Any:
-    header = text(f"{back}.h") + defined(defines) + "".join(map(text, headers))
-    body = text(f"{back}_lanes.h") + text(source)
+def _compiled(back: str, program: Program, dtypes: tuple[mx.Dtype, ...]) -> Callable[..., list[mx.array]]:
+    header = text(f"{back}.h") + program.constants() + "".join(map(text, program.headers))
+    body = text(f"{back}_lanes.h") + program.body
     # MLX knows compiled kernels by their names, whatever the dtypes of their arrays.
     key = hashlib.sha256((header + body + repr(dtypes)).encode()).hexdigest()[:16]
-    name = f"veloxquant_{source.removesuffix('.h')}_{key}"
-    names: dict[str, Any] = {"name": name, "input_names": inputs, "output_names": outputs}
+    names: dict[str, Any] = {"name": f"veloxquant_{program.name}_{key}", "source": body, "header": header}
+    names |= {"input_names": program.inputs, "output_names": program.outputs}
     if back == "cuda":
-        return mx.fast.cuda_kernel(**names, source=body, header=header, shared_memory=shared)
-    return mx.fast.metal_kernel(**names, source=body, header=header)
+        return mx.fast.cuda_kernel(**names, shared_memory=program.shared)
+    return mx.fast.metal_kernel(**names)
 
 
-def run(launch: Launch) -> list[mx.array]:
-    """The outputs of a launch, lazy as all arrays; errors of the compiler come when they are evaluated."""
-    back = backend()
-    assert back is not None, "kernels need a GPU"
-    defines = tuple(launch.defines.items())
-    dtypes = tuple(a.dtype for a in launch.inputs.values())
-    names = tuple(launch.inputs), tuple(launch.outputs)
-    kernel = _kernel(back, launch.source, launch.headers, defines, *names, dtypes, launch.shared)
-    x, y, z = launch.grid
+def run(
+    program: Program, inputs: Sequence[mx.array], outputs: Sequence[Output], grid: tuple[int, int, int]
+) -> list[mx.array]:
+    """What ``program`` makes, lazy as all arrays; errors of the compiler come when it is evaluated.
+
+    ``grid`` counts groups of lanes.
+    """
+    dtypes = tuple([a.dtype for a in inputs])
+    kernel = program.compiled.get(dtypes)
+    if kernel is None:
+        back = backend()
+        assert back is not None, "kernels need a GPU"
+        kernel = program.compiled[dtypes] = _compiled(back, program, dtypes)
+    x, y, z = grid
     return kernel(
-        inputs=list(launch.inputs.values()),
-        grid=(x * 32 * launch.warps, y, z),
-        threadgroup=(32 * launch.warps, 1, 1),
-        output_shapes=[shape for shape, _ in launch.outputs.values()],
-        output_dtypes=[dtype for _, dtype in launch.outputs.values()],
+        inputs=inputs,
+        grid=(x * 32 * program.warps, y, z),
+        threadgroup=(32 * program.warps, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
@@ -15,69 +14,88 @@ if TYPE_CHECKING:
     from ...cache.stream import StreamStore
 
 KINDS = ("FLOATS", "TOKEN_AFFINE", "CHANNEL_AFFINE", "CODEBOOK", "PRODUCT")
+ARRAYS = {
+    "floats": (),
+    "token_affine": ("words", "scales", "biases"),
+    "channel_affine": ("words", "scales", "biases"),
+    "codebook": ("words", "scales", "table"),
+    "product": ("words", "table"),
+}
+MOST_DIM = 256  # numbers of a row; the sums of a row must fit in the registers of 32 lanes
 
 
-@dataclass(frozen=True)
-class Side:
-    """Keys or values of a store as a kernel reads them: ``sinks``, then packed rows, then the tail."""
+class Form(NamedTuple):
+    """What a kernel is compiled for on one side. ``row`` are the words (bytes) of a row, ``groups`` its scales.
 
-    stream: StreamStore
-    codes: Readable | None
+    ``sketch`` are the signs of what the codes miss.
+    """
 
-    @property
-    def first(self) -> int:
-        """The first packed row."""
-        return self.stream.sinks.n
-
-    @property
-    def stop(self) -> int:
-        """The first row after those that are packed."""
-        return self.first + self.stream.n_sealed
-
-    @property
-    def kind(self) -> int:
-        return 0 if self.codes is None else KINDS.index(self.codes.kind.upper())
-
-    def inputs(self, side: str) -> dict[str, mx.array]:
-        """The arrays of this side, their names after ``side``."""
-        out = {
-            f"{side}_{name}": _none(self.stream.dtype) if rows.data is None else rows.data
-            for name, rows in (("sinks", self.stream.sinks), ("tail", self.stream.tail))
-        }
-        if (codes := self.codes) is not None:
-            arrays = {"words": codes.words, "scales": codes.scales, "biases": codes.biases, "table": codes.table}
-            out |= {f"{side}_{name}": a for name, a in arrays.items() if a is not None}
-        return out
+    kind: str = "floats"
+    bits: int = 0
+    dim: int = 0
+    row: int = 0
+    group: int = 0
+    groups: int = 1
+    table: tuple[int, ...] = ()
+    turned: bool = False
+    sketch: int = 0
 
     def defines(self, side: str) -> dict[str, int | str]:
-        """The constants of this side."""
-        codes = self.codes
-        if codes is None:
+        """The constants of this side, their names after ``side``."""
+        if self.kind == "floats":
             return {}
-        out: dict[str, int | str] = {"BITS": codes.bits, "WORDS": codes.words.shape[-1]}
-        if codes.group:
-            out |= {"GROUP": codes.group}
-        if codes.kind == "token_affine":
-            assert codes.scales is not None
-            out |= {"GROUPS": codes.scales.shape[-1]}
-        if codes.kind == "channel_affine":
-            del out["WORDS"]  # which grow with the rows
-        if codes.kind == "product":
-            assert codes.table is not None
-            *books, entries, sub = codes.table.shape
-            batch, head, place = (
-                stride * entries if n > 1 else 0
-                for n, stride in zip(books, (books[1] * books[2], books[2], 1), strict=True)
-            )
-            out["SUB"] = sub
-            out["BOOK(h, p)"] = f"(h / HEADS * {batch} + h % HEADS * {head} + (p) * {place})"
+        out: dict[str, int | str] = {"BITS": self.bits, "WORDS": self.row, "GROUP": self.group, "GROUPS": self.groups}
+        if self.kind == "product":
+            _, heads, places, entries, out["SUB"] = self.table
+            steps = (heads * places, places, 1)
+            batch, head, place = (n > 1 and step * entries for n, step in zip(self.table, steps, strict=False))
+            out["BOOK(h, p)"] = f"(h / HEADS * {+batch} + h % HEADS * {+head} + (p) * {+place})"
         return {f"{side}_{name}": value for name, value in out.items()}
 
-    def counts(self) -> tuple[int, int, int]:
+
+class Side:
+    """Keys or values of a store: ``first`` sink rows, packed rows before row ``stop``, the tail."""
+
+    def __init__(self, stream: StreamStore, codes: Readable | None) -> None:
+        self.stream, self.codes, self.first = stream, codes, stream.sinks.n
+        self.stop = self.first if codes is None or stream.packed is None else self.first + stream.packed.n
+        if codes is None:
+            self.form = Form()
+            return
+        channels = codes.kind == "channel_affine"  # their words and scales run along the rows
+        self.form = Form(
+            codes.kind,
+            codes.bits,
+            codes.dim,
+            0 if channels else codes.words.shape[-1],
+            codes.group,
+            codes.scales.shape[-1] if codes.kind == "token_affine" and codes.scales is not None else 1,
+            codes.table.shape if codes.kind == "product" and codes.table is not None else (),
+            codes.on_query is not None,
+            codes.sketch.dim if codes.sketch is not None else 0,
+        )
+
+    def names(self, side: str) -> tuple[str, ...]:
+        """The names of ``arrays``, after ``side``."""
+        sketch = ("signs", "sizes") if self.form.sketch else ()
+        return tuple(f"{side}_{name}" for name in ("sinks", "tail", *ARRAYS[self.form.kind], *sketch))
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that a kernel reads of this side."""
+        stream, codes = self.stream, self.codes
+        out = [_none(stream.dtype) if rows.data is None else rows.data for rows in (stream.sinks, stream.tail)]
+        if codes is not None:
+            out += [getattr(codes, name) for name in ARRAYS[codes.kind]]
+            if codes.sketch is not None and codes.sketch.scales is not None:
+                out += [codes.sketch.words, codes.sketch.scales]
+        return out
+
+    def room(self) -> tuple[int, int, int]:
         """Rows that the buffers have room for: packed, sinks, tail."""
-        rows = (self.stream.sinks.data, self.stream.tail.data)
-        packed = self.stream.packed.capacity if self.stream.packed is not None and self.codes is not None else 0
-        return (packed, *(0 if a is None else a.shape[2] for a in rows))
+        stream = self.stream
+        packed = 0 if self.codes is None or stream.packed is None else stream.packed.capacity
+        sinks, tail = (0 if rows.data is None else rows.data.shape[2] for rows in (stream.sinks, stream.tail))
+        return packed, sinks, tail
 
 
 @lru_cache
@@ -89,15 +107,12 @@ def _none(dtype: mx.Dtype) -> mx.array:
 
 def sides(store: Store, dim: int) -> tuple[Side, Side] | str:
     """Keys and values of ``store`` for queries of ``dim`` numbers, or why kernels cannot read them."""
-    found = []
-    for name, stream in (("keys", store.keys), ("values", store.values)):
-        codes = stream.readable()
-        if isinstance(codes, str):
-            return f"no kernel for {name} {codes}"
-        found.append(Side(stream, codes))
-    keys, values = found
-    if dim % 8 or store.values.dim > 256 or dim > 256:
-        return f"no kernel for heads of {dim} and {store.values.dim} numbers"
-    if values.codes is not None and (values.codes.dim != store.values.dim or values.codes.kind == "channel_affine"):
-        return "no kernel for values packed like that"
-    return keys, values
+    keys, values = store.keys.readable(), store.values.readable()
+    if isinstance(keys, str) or isinstance(values, str):
+        return f"no kernel for keys {keys}" if isinstance(keys, str) else f"no kernel for values {values}"
+    own = store.values.dim
+    if dim % 8 or dim > MOST_DIM or own > MOST_DIM:
+        return f"no kernel for heads of {dim} and {own} numbers"
+    if values is not None and (values.dim != own or values.kind == "channel_affine" or values.sketch is not None):
+        return f"no kernel for values packed like that ({values.kind}, {values.dim} numbers)"
+    return Side(store.keys, keys), Side(store.values, values)

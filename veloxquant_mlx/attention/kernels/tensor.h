@@ -95,7 +95,7 @@ for (int o = 0; o < QUERIES; o++) {
 
 const uint8_t* k_bytes = reinterpret_cast<const uint8_t*>(k_words);
 const uint8_t* v_bytes = reinterpret_cast<const uint8_t*>(v_words);
-const int shares = counts[19], each = ((HELD + shares - 1) / shares + TILE - 1) / TILE * TILE;
+const int shares = counts[16], each = ((HELD + shares - 1) / shares + TILE - 1) / TILE * TILE;
 const int last = HELD < (GROUP_X + 1) * each ? HELD : (GROUP_X + 1) * each;
 int base = GROUP_X * each + WARP * TILE, ahead = base;
 
@@ -202,30 +202,30 @@ for (; base < last; base += WARPS * TILE) {
     }
   }
 #else
+  // The rows innermost: products that add to the same sum would wait for each other.
+  unsigned code[4][(DT / 4 * K_BITS + 31) / 32];
   UNROLL
-  for (int n = 0; n < 4; n++) {
-    const int row = 8 * n + r;
-    unsigned code[(DT / 4 * K_BITS + 31) / 32];
-    load<DT / 4 * K_BITS / 8>(here + row * (K_BYTES / TILE) + j * (DT / 4 * K_BITS / 8), code);
+  for (int n = 0; n < 4; n++)
+    load<DT / 4 * K_BITS / 8>(here + (8 * n + r) * (K_BYTES / TILE) + j * (DT / 4 * K_BITS / 8), code[n]);
+  UNROLL
+  for (int u = 0; u < DT / 32; u++) {
     UNROLL
-    for (int u = 0; u < DT / 32; u++) {
-      const unsigned x = unit<K_BITS>(code, u);
-#if KEYS == TOKEN_AFFINE
-      const int group = row * K_GROUPS + (j * (DT / 4) + 8 * u) / K_GROUP;
-      const unsigned step = halves(k_size[group], k_size[group]);
-      const unsigned bias = halves(k_size[K_SIZES / 2 + group], k_size[K_SIZES / 2 + group]);
-      const unsigned y = K_BITS == 4 ? x : facing<K_BITS>(x, x >> (4 * K_BITS), 0);
+    for (int s = 0; s < 2; s++) {
       UNROLL
-      for (int s = 0; s < 2; s++)
+      for (int n = 0; n < 4; n++) {
+        const unsigned x = unit<K_BITS>(code[n], u);
+#if KEYS == TOKEN_AFFINE
+        const int group = (8 * n + r) * K_GROUPS + (j * (DT / 4) + 8 * u) / K_GROUP;
+        const unsigned step = halves(k_size[group], k_size[group]);
+        const unsigned bias = halves(k_size[K_SIZES / 2 + group], k_size[K_SIZES / 2 + group]);
+        const unsigned y = K_BITS == 4 ? x : facing<K_BITS>(x, x >> (4 * K_BITS), 0);
         SCORE(0, n, 2 * u + s, pair_fma(whole<K_BITS>(y, 2 * s), step, bias), pair_fma(whole<K_BITS>(y, 2 * s + 1), step, bias));
 #else
-      UNROLL
-      for (int s = 0; s < 2; s++) {
         const unsigned a = (x >> (4 * K_BITS * s)) & ((1u << 2 * K_BITS) - 1);
         const unsigned b = (x >> (4 * K_BITS * s + 2 * K_BITS)) & ((1u << 2 * K_BITS) - 1);
         SCORE(0, n, 2 * u + s, k_pairs[a * COPIES], k_pairs[b * COPIES]);
-      }
 #endif
+      }
     }
   }
 #if KEYS == CODEBOOK
@@ -371,11 +371,11 @@ for (int w = 0; w < WARPS; w++) {
   BARRIER();
 }
 const size_t place = (size_t(GROUP_X) * ALL_HEADS + head) * ALL_ROWS;
-for (int i = WARP * 32 + LANE; i < ALL_ROWS * DV; i += WARPS * 32) fast[place * DV + i] = sums[i];
+for (int i = WARP * 32 + LANE; i < ALL_ROWS * DV; i += WARPS * 32) part[place * DV + i] = sums[i];
 for (int i = WARP * 32 + LANE; i < ALL_ROWS; i += WARPS * 32) {
   float high = LOW, total = 0.0f;
   for (int v = 0; v < WARPS; v++) high = fmaxf(high, tops[v * 16 + i]);
   for (int v = 0; v < WARPS; v++) total += weights[v * 16 + i] * EXP2(tops[v * 16 + i] - high - SHIFT);
-  fast_top[place + i] = high;
-  fast_weight[place + i] = total;
+  part_top[place + i] = high;
+  part_weight[place + i] = total;
 }
