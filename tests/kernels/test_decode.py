@@ -12,16 +12,22 @@ import pytest
 from tests.kernels import emulation
 from tests.kernels.cases import by_kernel, check, codec, product, queries, store, stream
 from tests.matrix import ROWS, Row, Shape, identical, tensors
+from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.attention.kernels import decode, launch
 from veloxquant_mlx.attention.kernels.sides import sides
 from veloxquant_mlx.attention.masks import Mask
+from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.store import Store
 from veloxquant_mlx.codecs.base import Codec
 from veloxquant_mlx.codecs.clipped import ClippedToken
+from veloxquant_mlx.codecs.codebook import ScalarCodebook
+from veloxquant_mlx.codecs.levels import lloyd_max
 from veloxquant_mlx.codecs.nested import NestedKeys, NestedValues
 from veloxquant_mlx.codecs.pages import PagedAffine
-from veloxquant_mlx.codecs.sketch import SignSketch, projections
-from veloxquant_mlx.core.types import Stream
+from veloxquant_mlx.codecs.sketch import SignSketch, Sketched, projections
+from veloxquant_mlx.codecs.transformed import Transformed
+from veloxquant_mlx.core.types import LayerInfo, Stream
+from veloxquant_mlx.transforms.rotation import rotation
 
 # Axes of five: run 5 a + b takes entry a + w b of axis w, so that every pair of entries of two axes occurs in 25 runs.
 REPEATS = (1, 3, 4, 6, 8)  # query heads per kv head; the axis of weight 0 is the head size
@@ -149,6 +155,24 @@ def test_sign_sketches(m: int) -> None:
     shape = (1, 2, 64, 64)
     keys = SignSketch(projections(64, m, 3, 1))
     check(store(stream(keys, window=20), stream(codec("token", 64, 2)), 131, shape), queries(shape, 3, 2), "causal")
+
+
+@pytest.mark.parametrize(("bits", "m", "turned"), [(1, 64, True), (2, 100, True), (3, 64, False), (7, 200, True)])
+def test_sketches_of_what_codes_miss(bits: int, m: int, turned: bool) -> None:
+    """Two sets of codes whose scores add up, each in a basis of its own; more query rows than a group holds."""
+    shape = (3, 2, 64, 64)
+    base = ScalarCodebook(64, lloyd_max(bits), bits)
+    keys: Codec = Sketched(base, SignSketch(projections(64, m, 3, 1)))
+    keys = Transformed(keys, rotation(64, 2)) if turned else keys
+    held = store(stream(keys, window=20, sinks=3), stream(codec("codebook", 64, bits)), 131, shape)
+    check(held, queries(shape, 3, 3), "causal")
+
+
+def test_turboquant_prod() -> None:
+    """As the method builds it without outlier channels."""
+    config = KVCacheConfig(method="turboquant_prod", bit_width_inlier=3)
+    recipe = CompressedKVCache(config, LayerInfo(head_dim=80, value_dim=80))._recipe
+    check(store(recipe.keys, recipe.values, 90, (1, 2, 80, 80), later=2), queries((1, 2, 80, 80), 3, 2), "causal")
 
 
 CHANNEL, TOKEN = codec("channel", 64, 4), codec("token", 64, 4)
@@ -325,8 +349,18 @@ def test_methods(row: Row) -> None:
         (codec("token", 264, 4), TOKEN, (1, 1, 264, 64), "264"),
         (CHANNEL, codec("token", 264, 4), (1, 1, 64, 264), "264"),
         (TOKEN, SignSketch(projections(64, 100, 3, 1)), (1, 1, 64, 64), "values"),
+        (TOKEN, Sketched(ScalarCodebook(64, lloyd_max(2), 2), SignSketch(projections(64, 64, 3, 1))), SHAPE, "values"),
+        (SignSketch(projections(64, 700, 3, 1)), TOKEN, (1, 1, 64, 64), "704"),
     ],
-    ids=["odd-size", "channel-values", "wide-keys", "wide-values", "sketched-values"],
+    ids=[
+        "odd-size",
+        "channel-values",
+        "wide-keys",
+        "wide-values",
+        "signs-as-values",
+        "sketched-values",
+        "many-projections",
+    ],
 )
 def test_what_kernels_cannot_read(keys: Codec, values: Codec, shape: Shape, why: str) -> None:
     found = sides(store(stream(keys), stream(values), 64, shape), shape[2])

@@ -145,3 +145,7 @@ class Sketched(Codec):
 
     def scores(self, q: mx.array, codes: Codes) -> mx.array:
         return self.base.scores(q, codes) + self.sketch.scores(q, codes)
+
+    def readable(self, codes: Codes) -> Readable | None:
+        base = self.base.readable(codes)
+        return None if base is None else base._replace(sketch=self.sketch.readable(codes))

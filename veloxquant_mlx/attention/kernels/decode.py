@@ -95,7 +95,8 @@ def attention(
     b, hq, length, dim = q.shape
     heads, value_dim = keys.stream.heads, values.stream.dim
     groups, rows, kind, steps = b * heads, hq // heads * length, 0 if mask is None else 1, (0, 0, 0)
-    packed, low, high = values.stop - values.first, values.first, min(keys.stop, values.stop)
+    # tensor cores see no masks: the rows that they take are in sight of all queries
+    packed, low, high = values.stop - values.first, values.first, min(keys.stop, values.stop, n - length + 1)
     fast = (
         half
         and high - low >= tensor.LEAST
@@ -110,6 +111,8 @@ def attention(
     if isinstance(mask, mx.array):
         kind = 2 if mask.dtype == mx.bool_ else 3
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        if mask.shape[1] not in (1, hq):  # one per kv head
+            mask = mx.repeat(mask, hq // heads, axis=1)
         names, steps = (*names, "mask"), _strides(mask)
         inputs.append(mask)
     if keys.codes is not None and keys.codes.on_query is not None:

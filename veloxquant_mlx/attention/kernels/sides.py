@@ -22,6 +22,7 @@ ARRAYS = {
     "product": ("words", "table"),
 }
 MOST_DIM = 256  # numbers of a row; the sums of a row must fit in the registers of 32 lanes
+WIDEST = 512  # numbers of a query in the basis of the codes: shared memory ends at 32 KB
 
 
 class Form(NamedTuple):
@@ -113,6 +114,8 @@ def sides(store: Store, dim: int) -> tuple[Side, Side] | str:
     own = store.values.dim
     if dim % 8 or dim > MOST_DIM or own > MOST_DIM:
         return f"no kernel for heads of {dim} and {own} numbers"
+    if keys is not None and keys.dim + (0 if keys.sketch is None else keys.sketch.dim) > WIDEST:
+        return f"no kernel for keys of {keys.dim} numbers in their codes"
     if values is not None and (values.dim != own or values.kind == "channel_affine" or values.sketch is not None):
         return f"no kernel for values packed like that ({values.kind}, {values.dim} numbers)"
     return Side(store.keys, keys), Side(store.values, values)
