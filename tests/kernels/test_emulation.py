@@ -15,6 +15,7 @@ from veloxquant_mlx.attention.kernels.launch import Program
 @pytest.fixture
 def kernel():
     """Runs a kernel by its text, on ``x`` and with an ``out`` of 64 numbers, in one group of two warps."""
+
     def run(source: str, x: mx.array, backwards: bool = False) -> mx.array:
         program = Program("test", source, {}, ("x",), ("out",), 2, headers=())
         return emulation.run(program, [x], [((64,), mx.float32)], (1, 1, 1), backwards)[0]
