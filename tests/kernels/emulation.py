@@ -80,6 +80,7 @@ def built(program: str) -> ctypes.CDLL:
         code = library.with_suffix(f".{os.getpid()}.cpp")
         code.write_text(program)
         compiled(found, code, library, "-shared", f"-I{folder}")
+        code.unlink()  # one that does not compile stays to be looked at
     return ctypes.CDLL(str(library))
 
 

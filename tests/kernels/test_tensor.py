@@ -41,8 +41,8 @@ def error(store: Store, q: mx.array, mask: Mask = None, sinks: mx.array | None =
     return float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
 
 
-# Queries, levels, codes times steps and weights are rounded to half precision, by 2^-12 on average, and sums are float32:
-# scores of size 3 are off by a few times that, so outputs as a whole by less than 2e-3. bfloat16 rounds them by 2^-9.
+# Queries, levels, codes times steps and weights are rounded to half precision, by 2^-12 on average; sums are float32.
+# Scores of size 3 are off by a few times that, so outputs as a whole by less than 2e-3. bfloat16 rounds them by 2^-9.
 LIMIT = {mx.float16: 2e-3, mx.bfloat16: 4e-3, mx.float32: 2e-3}
 
 
