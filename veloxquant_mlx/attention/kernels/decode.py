@@ -63,7 +63,12 @@ def _programs(call: Call, warps: int, stages: int) -> tuple[Program, Program]:
         shares = Program("tensor", body, defines | extra, call.names, outputs, warps, tensor.HEADERS, shared)
     else:
         shares = Program("decode", launch.text("decode.h"), defines, call.names, outputs, warps)
-    ends = shape | {"WARPS": 8, "QUERY_HEADS": call.heads * call.rows // call.length, "SINKS": int(call.sinks)}
+    ends: dict[str, int | str] = {
+        **shape,
+        "WARPS": 8,
+        "QUERY_HEADS": call.heads * call.rows // call.length,
+        "SINKS": int(call.sinks),
+    }
     ends |= {"SPLIT": int(call.values.turned)}
     ends["OUT"] = str(call.dtype).removeprefix("mlx.core.").upper()
     inputs = (*outputs, "counts", *(("sinks",) if call.sinks else ()))

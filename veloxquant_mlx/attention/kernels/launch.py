@@ -39,7 +39,7 @@ class Program:
 @cache
 def text(name: str) -> str:
     """A source of this folder."""
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return files("veloxquant_mlx.attention.kernels").joinpath(name).read_text(encoding="utf-8")
 
 
 def backend() -> str | None:
@@ -56,9 +56,12 @@ def _compiled(back: str, program: Program, dtypes: tuple[mx.Dtype, ...]) -> Call
     key = hashlib.sha256((header + body + repr(dtypes)).encode()).hexdigest()[:16]
     names: dict[str, Any] = {"name": f"veloxquant_{program.name}_{key}", "source": body, "header": header}
     names |= {"input_names": program.inputs, "output_names": program.outputs}
+    kernel: Any
     if back == "cuda":
-        return mx.fast.cuda_kernel(**names, shared_memory=program.shared)
-    return mx.fast.metal_kernel(**names)
+        kernel = mx.fast.cuda_kernel(**names, shared_memory=program.shared)
+    else:
+        kernel = mx.fast.metal_kernel(**names)
+    return kernel
 
 
 def run(
