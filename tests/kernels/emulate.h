@@ -157,6 +157,16 @@ struct Pair { half low, high; };
 static Pair pair(unsigned x) { Pair p; memcpy(&p, &x, 4); return p; }
 static unsigned bits_of(half a, half b) { Pair p{a, b}; unsigned x; memcpy(&x, &p, 4); return x; }
 static unsigned pair_of(float a, float b) { return bits_of(half(a), half(b)); }
+static unsigned halves(half a, half b) { return bits_of(a, b); }
+typedef const char* Place;
+static Place place_of(const unsigned* p, unsigned) { return reinterpret_cast<Place>(p); }
+static unsigned word_at(Place place, unsigned distance) { return *reinterpret_cast<const unsigned*>(place + distance); }
+static unsigned bytes_of(unsigned a, unsigned b, unsigned which) {
+  uint64_t both = uint64_t(b) << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; i++) out |= unsigned(both >> (8 * (which >> (4 * i) & 7)) & 255) << (8 * i);
+  return out;
+}
 static unsigned pair_sub(unsigned a, unsigned b) {
   return bits_of(pair(a).low - pair(b).low, pair(a).high - pair(b).high);
 }
@@ -199,6 +209,10 @@ static void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
       c[2 * row + e] = float(sum);
     }
   }
+}
+static void mma_first(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  c[0] = c[1] = c[2] = c[3] = 0.0f;
+  mma(c, a0, a1, a2, a3, b0, b1);
 }
 
 template <int BYTES> static void copy_later(void* to, const void* from) {

@@ -3,6 +3,9 @@ FN unsigned pair_of(float a, float b) {
   __half2 h = __floats2half2_rn(a, b);
   return *reinterpret_cast<unsigned*>(&h);
 }
+FN unsigned halves(__half a, __half b) {
+  return unsigned(__half_as_ushort(a)) | unsigned(__half_as_ushort(b)) << 16;
+}
 FN unsigned pair_sub(unsigned a, unsigned b) {
   __half2 h = __hsub2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
   return *reinterpret_cast<unsigned*>(&h);
@@ -15,14 +18,29 @@ FN unsigned pair_fma(unsigned a, unsigned b, unsigned c) {
   __half2 h = __hfma2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b), *reinterpret_cast<__half2*>(&c));
   return *reinterpret_cast<unsigned*>(&h);
 }
-// Rows r and r + 8 of the 16 x 16 matrix are in a0, a2 and a1, a3; c is added to.
+// Rows r and r + 8 of the 16 x 16 matrix are in a0, a2 and a1, a3; the products are added to c, or to zeros.
+#define MMA_SYNC "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
 FN void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  asm(MMA_SYNC "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+FN void mma_first(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm(MMA_SYNC "{%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+}
+FN unsigned bytes_of(unsigned a, unsigned b, unsigned which) { return __byte_perm(a, b, which); }
 // Copies from device memory to shared memory that run beside the products; a group is what was asked for until `close`.
 FN unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+// Words of shared memory by the distance in bytes from a place. `zero` keeps the compiler from taking the sum apart.
+typedef unsigned Place;
+FN Place place_of(const unsigned* p, unsigned zero) { return shared_address(p) ^ zero; }
+FN unsigned word_at(Place place, unsigned distance) {
+  unsigned x;
+  asm("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(place + distance));
+  return x;
+}
 template <int BYTES> FN void copy_later(void* to, const void* from) {
   if (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));

@@ -9,9 +9,13 @@
 const int HELD = counts[7] - counts[6];
 const int r = LANE >> 2, j = LANE & 3;
 const size_t head = GROUP_Y;
+// The compiler would load constants anew for every use: it cannot know that this is zero.
+const unsigned zero = unsigned(counts[0]) >> 31;
 #define STEPS (DT / 16)
 #define BLOCKS (DV / 16)
 #define SUBS (TILE / 32)
+// The group of unit u of chunk i, both powers of two: either all of a chunk is in one group, or it is whole groups.
+#define GROUP_OF(i, chunk, u, group) ((group) >= (chunk) ? (i) * (chunk) / (group) : (i) * ((chunk) / (group)) + 8 * (u) / (group))
 #define SHIFT 15.0f  // weights are kept below 2^15: the smallest of them then keep their digits in half precision
 
 #if KEYS == CHANNEL_AFFINE
@@ -54,14 +58,14 @@ for (int i = WARP * 32 + LANE; i < K_TABLE_WORDS; i += WARPS * 32) {
   const unsigned code = i / COPIES;
   pool[i] = pair_of(float(k_table[code & ((1 << K_BITS) - 1)]), float(k_table[code >> K_BITS]));
 }
-const unsigned* k_pairs = pool + LANE % COPIES;
+const Place k_pairs = place_of(pool + LANE % COPIES, zero);
 #endif
 #if VALUES == CODEBOOK
 for (int i = WARP * 32 + LANE; i < V_TABLE_WORDS; i += WARPS * 32) {
   const unsigned code = i / COPIES;
   pool[K_TABLE_WORDS + i] = pair_of(float(v_table[code & ((1 << V_BITS) - 1)]), float(v_table[code >> V_BITS]));
 }
-const unsigned* v_pairs = pool + (SAME_TABLE ? 0 : K_TABLE_WORDS) + LANE % COPIES;
+const Place v_pairs = place_of(pool + (SAME_TABLE ? 0 : K_TABLE_WORDS) + LANE % COPIES, zero);
 #endif
 BARRIER();
 
@@ -152,6 +156,11 @@ const size_t k_row = size_t(counts[8]) / 8 * K_BITS, groups = counts[8] / K_GROU
 #define ASK_V_BIASES(to)
 #endif
 
+unsigned k_masks[4], other_masks[4];
+#define v_masks (K_BITS == V_BITS ? k_masks : other_masks)
+UNROLL
+for (int i = 0; i < 4; i++) k_masks[i] = mask_of<K_BITS>(i) ^ zero, other_masks[i] = mask_of<V_BITS>(i) ^ zero;
+
 UNROLL
 for (int stage = 0; stage < STAGES - 1; stage++) ASK(stage)
 int stage = 0;
@@ -166,14 +175,10 @@ for (; base < last; base += WARPS * TILE) {
   const FLOAT16* v_size = reinterpret_cast<const FLOAT16*>(here + V_SIZES_AT);
 
   float score[SUBS][4][4];
-  UNROLL
-  for (int h = 0; h < SUBS; h++) {
-    UNROLL
-    for (int n = 0; n < 4; n++) score[h][n][0] = score[h][n][1] = score[h][n][2] = score[h][n][3] = 0.0f;
-  }
-#define SCORE(h, n, s, b0, b1) \
-  mma(score[h][n], query[s][0][0], QUERIES > 1 ? query[s][QUERIES - 1][0] : 0u, query[s][0][1], \
-      QUERIES > 1 ? query[s][QUERIES - 1][1] : 0u, b0, b1)
+#define SCORE(h, n, s, b0, b1)                                                                    \
+  ((s) == 0 ? mma_first : mma)(score[h][n], query[s][0][0], query_low(s, 0), query[s][0][1], \
+                               query_low(s, 1), b0, b1)
+#define query_low(s, x) (QUERIES > 1 ? query[s][QUERIES - 1][x] : 0u)
 
 #if KEYS == CHANNEL_AFFINE
   UNROLL
@@ -198,7 +203,7 @@ for (; base < last; base += WARPS * TILE) {
       const unsigned a = facing<K_BITS>(code[0], code[1], h), b = facing<K_BITS>(code[2], code[3], h);
       UNROLL
       for (int n = 0; n < 4; n++)
-        SCORE(h, n, s, pair_fma(whole<K_BITS>(a, n), step[0], bias[0]), pair_fma(whole<K_BITS>(b, n), step[1], bias[1]));
+        SCORE(h, n, s, pair_fma(whole<K_BITS>(a, n, k_masks), step[0], bias[0]), pair_fma(whole<K_BITS>(b, n, k_masks), step[1], bias[1]));
     }
   }
 #else
@@ -215,15 +220,14 @@ for (; base < last; base += WARPS * TILE) {
       for (int n = 0; n < 4; n++) {
         const unsigned x = unit<K_BITS>(code[n], u);
 #if KEYS == TOKEN_AFFINE
-        const int group = (8 * n + r) * K_GROUPS + (j * (DT / 4) + 8 * u) / K_GROUP;
+        const int group = (8 * n + r) * K_GROUPS + GROUP_OF(j, DT / 4, u, K_GROUP);
         const unsigned step = halves(k_size[group], k_size[group]);
         const unsigned bias = halves(k_size[K_SIZES / 2 + group], k_size[K_SIZES / 2 + group]);
         const unsigned y = K_BITS == 4 ? x : facing<K_BITS>(x, x >> (4 * K_BITS), 0);
-        SCORE(0, n, 2 * u + s, pair_fma(whole<K_BITS>(y, 2 * s), step, bias), pair_fma(whole<K_BITS>(y, 2 * s + 1), step, bias));
+        SCORE(0, n, 2 * u + s, pair_fma(whole<K_BITS>(y, 2 * s, k_masks), step, bias), pair_fma(whole<K_BITS>(y, 2 * s + 1, k_masks), step, bias));
 #else
-        const unsigned a = (x >> (4 * K_BITS * s)) & ((1u << 2 * K_BITS) - 1);
-        const unsigned b = (x >> (4 * K_BITS * s + 2 * K_BITS)) & ((1u << 2 * K_BITS) - 1);
-        SCORE(0, n, 2 * u + s, k_pairs[a * COPIES], k_pairs[b * COPIES]);
+        const unsigned a = part_of<2 * K_BITS>(x, 2 * s), b = part_of<2 * K_BITS>(x, 2 * s + 1);
+        SCORE(0, n, 2 * u + s, level<COPIES>(k_pairs, a), level<COPIES>(k_pairs, b));
 #endif
       }
     }
@@ -311,15 +315,14 @@ for (; base < last; base += WARPS * TILE) {
         unsigned step[2], bias[2];
         UNROLL
         for (int y = 0; y < 2; y++) {
-          const int group = (r * (DV / 8) + 8 * u) / V_GROUP;
+          const int group = GROUP_OF(r, DV / 8, u, V_GROUP);
           const int a = TILE_ROW(h, n + y, 0) * V_GROUPS + group, b = TILE_ROW(h, n + y, 1) * V_GROUPS + group;
           step[y] = halves(v_size[a], v_size[b]);
           bias[y] = halves(v_size[V_SIZES / 2 + a], v_size[V_SIZES / 2 + b]);
         }
-#define VALUE(x, y, i) pair_fma(whole<V_BITS>(x[y], i), step[y], bias[y])
+#define VALUE(x, y, i) pair_fma(whole<V_BITS>(x[y], i, v_masks), step[y], bias[y])
 #else
-#define VALUE(x, y, i) \
-  pair_mul(v_pairs[(LACED ? (x[y] >> (8 * i)) & 255 : both<V_BITS>(x[y], i)) * COPIES], size[y])
+#define VALUE(x, y, i) pair_mul(level<COPIES>(v_pairs, LACED ? part_of<8>(x[y], i) : both<V_BITS>(x[y], i)), size[y])
 #endif
         UNROLL
         for (int i = 0; i < 4; i++) {

@@ -18,7 +18,7 @@ def readable(keys: Form, values: Form) -> bool:
     if keys.kind not in (*kinds, "channel_affine") or values.kind not in kinds:
         return False
     return not keys.sketch and all(
-        form.bits <= 4 and form.dim in DIMS and form.group % 8 == 0 for form in (keys, values)
+        form.bits <= 4 and form.dim in DIMS and _whole(form.group) for form in (keys, values)
     )
 
 
@@ -58,3 +58,8 @@ def shared_bytes(keys: Form, values: Form, constants: dict[str, int | str], sums
 def _tile(keys: Form) -> int:
     """Rows that a warp takes at a time; a word along the rows has 8 of them for each of 8 lanes."""
     return 64 if keys.kind == "channel_affine" else 32
+
+
+def _whole(group: int) -> bool:
+    """Whether units of 8 codes lie in one group each, and chunks of a row in one or in whole ones."""
+    return group == 0 or (group >= 8 and group & (group - 1) == 0)

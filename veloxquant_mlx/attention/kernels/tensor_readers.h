@@ -43,14 +43,21 @@ template <int BITS, int WORDS_> FN unsigned unit(const unsigned (&words)[WORDS_]
 
 // The first (`high` = 0) or last 4 codes of two units side by side: in the low and in the high half of a word.
 template <int BITS> FN unsigned facing(unsigned a, unsigned b, int high) {
-  if (BITS == 4) return high ? (a >> 16) | (b & 0xffff0000u) : (a & 0xffffu) | (b << 16);
+  if (BITS == 4) return bytes_of(a, b, high ? 0x7632 : 0x5410);
   const unsigned keep = (1u << (4 * BITS)) - 1;
   return ((a >> (high ? 4 * BITS : 0)) & keep) | (((b >> (high ? 4 * BITS : 0)) & keep) << 16);
 }
 
-// Code i of each half, as a pair of whole numbers.
-template <int BITS> FN unsigned whole(unsigned halves, int i) {
-  return pair_sub(((halves >> (BITS * i)) & (ONES * ((1u << BITS) - 1))) | INTEGER, INTEGER);
+// Code i of each half, as a pair of whole numbers. The last 10 bits of a half are its digits: a code need not be moved to
+// the lowest of them, the products take the power of two out. `masks` are those of `mask_of`.
+template <int BITS> FN int moved(int i) { return BITS * i + BITS <= 10 ? 0 : BITS == 4 ? 8 : BITS * i; }
+template <int BITS> FN unsigned mask_of(int i) { return ONES * (((1u << BITS) - 1) << (BITS * i - moved<BITS>(i))); }
+template <int BITS> FN unsigned whole(unsigned words, int i, const unsigned (&masks)[4]) {
+  const int left = BITS * i - moved<BITS>(i);
+  const unsigned x = ((words >> moved<BITS>(i)) & masks[left / BITS]) | INTEGER;
+  if (left == 0) return pair_sub(x, INTEGER);
+  const unsigned inverse = (15u - left) << 10, offset = 0x8000u | (25u - left) << 10;  // 2^-left, -2^(10 - left)
+  return pair_fma(x, inverse * ONES, offset * ONES);
 }
 
 // Code i of each half as one number: that of the low half in the low bits.
@@ -64,7 +71,13 @@ FN unsigned laced(unsigned a, unsigned b, int odd) {
   return odd ? ((a >> 4) & 0x0f0f0f0fu) | (b & 0xf0f0f0f0u) : (a & 0x0f0f0f0fu) | ((b << 4) & 0xf0f0f0f0u);
 }
 
-template <typename T> FN unsigned halves(T a, T b) { return pair_of(float(a), float(b)); }
+// Number `i` of the parts of `BITS` bits of x.
+template <int BITS> FN unsigned part_of(unsigned x, int i) {
+  return BITS == 8 ? bytes_of(x, 0, 0x4440 + i) : (x >> (BITS * i)) & ((1u << BITS) - 1);
+}
+
+// The levels of a pair of codes; the copies of one lane begin at `pairs`.
+template <int COPIES_> FN unsigned level(Place pairs, unsigned codes) { return word_at(pairs, codes * (4 * COPIES_)); }
 
 // Unit r of bytes in shared memory, 3 bits wide ones too.
 template <int BITS> FN unsigned unaligned(const uint8_t* at, int r) {
