@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..codecs.base import compute_dtype, take_rows
 from . import blockwise, masks, reference
+from .kernels import Kernels
 
 if TYPE_CHECKING:
     from ..cache.store import Store
@@ -25,6 +26,7 @@ class Path(str, Enum):
     FUSED = "mlx fused attention on float rows"
     RETRIEVED = "mlx fused attention on the rows retrieved"
     SHUT = "over all rows, those not retrieved shut out"
+    KERNEL = "on packed data, by a kernel"
     PACKED = "on packed data"
     BLOCKWISE = "on packed data, block by block"
     REFERENCE = "float32 reference on decoded rows"
@@ -39,12 +41,13 @@ def attention(
     key_view: KeyView | None = None,
     retrieval: Retrieval | None = None,
     compute: mx.Dtype | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[mx.array, Path]:
     """Attention of ``q`` ``(B, Hq, L, D)`` over everything that the store holds, in q's dtype.
 
     ``mask`` has one column per stored row (``masks.for_rows``). A single query attends to the rows that ``retrieval``
     names. ``compute`` is the dtype of the products, None for the rows' own (packed data: the best of this device).
-    Scores go through one float32 softmax.
+    Scores go through one float32 softmax. Without ``kernels`` MLX's own operations do all.
     """
     chosen = None if retrieval is None or q.shape[2] > 1 else retrieval.select(store, q, scale)
     read = chosen is not None and mask is None and not store.sealed
@@ -59,10 +62,14 @@ def attention(
             x, keys, values = (a.astype(compute) for a in (q, keys, values))
         out = mx.fast.scaled_dot_product_attention(x, keys, values, scale=scale, mask=mask, sinks=sinks)
         return out.astype(q.dtype), Path.RETRIEVED if read else Path.FUSED if chosen is None else Path.SHUT
+    if kernels is not None:
+        out = kernels.attend(store, q, scale, mask, sinks, plain=key_view is None and chosen is None)
+        if out is not None:
+            return out, Path.KERNEL
     x = q.astype(compute or compute_dtype(q.dtype))
     # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
     few = q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]
-    out = (_packed if few else blockwise.attention)(store, x, scale, mask, sinks, key_view)
+    out = (packed if few else blockwise.attention)(store, x, scale, mask, sinks, key_view)
     path = Path.PACKED if few else Path.BLOCKWISE
     return out.astype(q.dtype), path if chosen is None else Path.SHUT
 
@@ -85,9 +92,10 @@ def decoded(
     return reference.attention(q, keys, values, scale, mask, sinks), Path.REFERENCE
 
 
-def _packed(
+def packed(
     store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None, key_view: KeyView | None
 ) -> mx.array:
+    """Attention by MLX's operations on the codes: scores of all rows at once, so ``q`` must have few."""
     b, hq, length, d = q.shape
     h, n = store.keys.heads, store.n
     # Query heads of one kv head become rows, so that the codes are read once.

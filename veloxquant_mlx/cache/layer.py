@@ -16,6 +16,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from ..attention import entry, hook, masks
 from ..attention.hook import KVHandle
+from ..attention.kernels import Kernels
 from ..codecs.base import take_rows
 from ..coordinators.joint import Joint
 from ..core.exceptions import CacheInputError, CacheStateError, QuantizerConfigError
@@ -117,6 +118,7 @@ class CompressedKVCache(_Base):
         self._issued: tuple[mx.array, mx.array] | None = None
         self._watch = FiniteWatch()
         self._paths: set[str] = set()
+        self._kernels = Kernels(self._config)
         self.peers: Sequence[weakref.ref[CompressedKVCache]] = ()  # the layers of the latest forward, this included
         self.notes: tuple[str, ...] = ()  # what a coordinator adds to the receipt
 
@@ -153,7 +155,9 @@ class CompressedKVCache(_Base):
         mask = masks.without_holes(mask, store, queries.shape[2], queries.shape[1])
         view, retrieval = self._key_view(), None if self._recipe.eviction is None else self._recipe.eviction.retrieval
         if self._config.enable_vectorized_attend:
-            out, path = entry.attention(store, queries, scale, mask, sinks, view, retrieval, self._config.dtype)
+            out, path = entry.attention(
+                store, queries, scale, mask, sinks, view, retrieval, self._config.dtype, self._kernels
+            )
         else:
             out, path = entry.decoded(store, queries, scale, mask, sinks, view, retrieval)
         self._paths.add(path.value)
@@ -277,7 +281,7 @@ class CompressedKVCache(_Base):
         clone._store.copy_from(self._store)
         clone._life = copy.copy(self._life)
         clone._issued, clone._paths, clone._watch = None, set(self._paths), copy.copy(self._watch)
-        clone.peers = ()
+        clone.peers, clone._kernels = (), Kernels(self._config)
         if self._recipe.together > 1 and self.peers:
             # One list for the clones of one call: they know each other once all of them are made.
             known = memo.setdefault(id(self.peers), [])
@@ -437,7 +441,7 @@ class CompressedKVCache(_Base):
             "elements": self.elements,
             "bytes": self.held_bytes(),
             "attention": sorted(self._paths) or [self._mode.value],
-            "notes": [*self._recipe.notes, *self.notes, *self._remarks()],
+            "notes": [*self._recipe.notes, *self.notes, *self._remarks(), *sorted(self._kernels.reasons)],
         }
 
     def _remarks(self) -> list[str]:

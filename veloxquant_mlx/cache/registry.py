@@ -10,6 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ..attention.kernels import launch
 from ..core.exceptions import KernelUnavailableError, QuantizerConfigError
 from ..methods import _general, vecinfer
 from ..methods._method import MethodInfo, Valid, refuse
@@ -154,14 +155,21 @@ KERNEL = ("use_metal_kernels", "fused_sdpa", "fused_sdpa_max_ctx", "fused_sdpa_m
 
 
 def _check_kernels(config: FlatConfig) -> None:
-    """No kernel exists yet: automatic choice and "off" are fine, a demand is not."""
+    """A demand needs a device with kernels, and what only a kernel reads needs one that may run."""
     for name in KERNEL:
         value = getattr(config, name)
-        if value is not None and value is not False:
+        if value is None or value is False:
+            continue
+        default = _shared_fields()[name][1]
+        if launch.backend() is None:
             raise KernelUnavailableError(
-                f"{name}={value!r} cannot be used: it must be {_shared_fields()[name][1]!r}, because no kernel of "
-                "this package exists yet. Leave it at the default: the cache then attends with MLX's own operations."
+                f"{name}={value!r} cannot be used: it must be {default!r}, because no kernel runs on the CPU. "
+                "Leave it at the default: the cache then attends with MLX's own operations."
             )
+        if name in KERNEL[2:] and config.fused_sdpa is False:
+            refuse(name, value, f"{default!r} while fused_sdpa=False", "Set fused_sdpa to None or True, or leave it.")
+        if config.use_metal_kernels is False:
+            refuse(name, value, f"{default!r} while use_metal_kernels=False", "One of them says no kernel: choose.")
 
 
 def _options_of(options: type | None) -> dict[str, tuple[Valid, Any]]:

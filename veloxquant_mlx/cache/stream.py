@@ -108,7 +108,7 @@ class StreamStore:
         assert self.packed is not None
         fitted = self.packed.spec.fit(_side_by_side([stream._front(n) for stream in streams]))
         for stream in streams:
-            stream._learned(fitted)
+            stream.learn(fitted)
 
     def _front(self, n: int) -> mx.array:
         """The first ``n`` float rows after the sinks as codecs see them; they stay."""
@@ -119,7 +119,7 @@ class StreamStore:
         n = first.shape[2]
         return self.exact.shielded(first, self._where(start, start + n), n)
 
-    def _learned(self, fitted: Codes) -> None:
+    def learn(self, fitted: Codes) -> None:
         """A fit serves every codec of the stream that asks for one."""
         for part in (self.prompt, self.packed):
             if part is not None and part.spec.fit_rows:
@@ -301,7 +301,7 @@ class StreamStore:
         if not self.n_sealed:
             self.exact.rows = None
         if self.packed is not None and not self.packed.n and n < self.spec.sinks + self.spec.first_rows:
-            self._learned({})
+            self.learn({})
 
     def put(self, x: mx.array, slot: mx.array) -> None:
         """Overwrite one float row per head with ``x`` ``(B, H, 1, D)`` at ``slot`` ``(B | 1, H | 1, 1)``."""
@@ -437,7 +437,7 @@ class StreamStore:
         else:
             assert self.packed is not None
             if kind == "fitted":
-                self._learned(self.packed.fitted | {field: array})
+                self.learn(self.packed.fitted | {field: array})
             else:
                 self.packed.codes[name] = array
 
