@@ -35,10 +35,10 @@ def packed(fields: dict[str, Any], tokens: int, dtype: mx.Dtype, chunk: int = 10
     cache = CompressedKVCache(KVCacheConfig(**fields), info)
     for at in range(0, tokens, chunk):
         rows = mx.random.normal((2, 1, KV_HEADS, min(chunk, tokens - at), DIM), key=mx.random.key(at)).astype(dtype)
-        cache.update_and_fetch(rows[0], rows[1])
-        cache._settle()
+        cache.append(rows[0], rows[1])
+        cache.settle()
         mx.eval(cache.state)
-    return cache._store
+    return cache.store
 
 
 def peak(call: Callable[[], mx.array]) -> int:
@@ -52,7 +52,12 @@ def peak(call: Callable[[], mx.array]) -> int:
     return mx.get_peak_memory() - before
 
 
-def main(histories: list[int], rows: int, dtype: mx.Dtype) -> None:
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--history", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--rows", type=int, default=128)
+    options = parser.parse_args(words)
+    histories, rows, dtype = options.history, options.rows, mx.float32
     scale, out = DIM**-0.5, []
     q = mx.random.normal((1, HEADS, rows, DIM), key=mx.random.key(1)).astype(dtype)
     mx.eval(q)
@@ -85,8 +90,4 @@ def main(histories: list[int], rows: int, dtype: mx.Dtype) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--history", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--rows", type=int, default=128)
-    options = parser.parse_args()
-    main(options.history, options.rows, mx.float32)
+    main()
