@@ -61,13 +61,18 @@ def test_decoding_goes_through_a_kernel_by_default(method: str, dtype: mx.Dtype,
 
 def test_half_precision_is_for_models_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr(launch, "run", lambda program, *args: names.append(program.name) or emulation.run(program, *args))
+
+    def run(program: launch.Program, *args: Any) -> list[mx.array]:
+        names.append(program.name)
+        return emulation.run(program, *args)
+
+    monkeypatch.setattr(launch, "run", run)
     attended(**FIELDS["kivi"])
     assert set(names) == {"decode", "combine"}
     attended(rows=mx.float16, **FIELDS["kivi"])
     assert "tensor" in names
     names.clear()
-    attended(rows=mx.float16, **FIELDS["kivi"] | {"dtype": mx.float32})
+    attended(rows=mx.float16, dtype=mx.float32, **FIELDS["kivi"])
     assert "tensor" not in names
 
 

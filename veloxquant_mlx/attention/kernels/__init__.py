@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ...core.exceptions import KernelUnavailableError
-from . import decode, launch, trust
-from .sides import sides
+from . import decode, launch, sides, trust
 
 if TYPE_CHECKING:
     from ...cache._flat import FlatConfig
@@ -51,7 +50,7 @@ class Kernels:
         if launch.backend() is None:
             found = "no kernel for the CPU"
         elif plain:
-            found = sides(store, q.shape[-1])
+            found = sides.sides(store, q.shape[-1])
         if not isinstance(found, str):
             half = (self.dtype or q.dtype) in HALF
             verdict = trust.verdict(store, *found, q, half)

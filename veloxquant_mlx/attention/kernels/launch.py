@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,6 +11,8 @@ from importlib.resources import files
 from typing import Any
 
 import mlx.core as mx
+
+COMMENT = re.compile(r"//.*")
 
 Output = tuple[tuple[int, ...], mx.Dtype]
 

@@ -1,4 +1,4 @@
-"""Kernels are tried before they are used: on a few random rows, against MLX's own operations on this very device."""
+"""Kernels are tried before they are used: on a few random rows, against decoded rows, on this very device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
-from ...codecs.base import compute_dtype
 from ...core.types import Recipe
 from . import decode
 from .sides import Side, sides
@@ -30,7 +29,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(store: Store, keys: Side, values: Side, q: mx.array, half: bool) -> Verdict:
-    """Whether kernels give what MLX gives for rows packed like those of ``store``; waits for the device once."""
+    """Whether kernels attend to rows packed like those of ``store`` as to decoded ones; waits for the device once."""
     rows = q.shape[1] * q.shape[2] // store.keys.heads
     kind = (keys.form, values.form, q.dtype, store.keys.dtype, store.keys.heads, rows, q.shape[2], half, q.shape[-1])
     known = _verdicts.get(kind)
@@ -61,10 +60,10 @@ def _difference(store: Store, q: mx.array, half: bool) -> str | None:
         return f"no kernel that could be tried ({found})"
     x = mx.random.normal(q[: small.keys.batch].shape, key=mx.random.key(2)).astype(q.dtype)
     scale = q.shape[-1] ** -0.5
-    wanted = entry.packed(small, x.astype(compute_dtype(x.dtype)), scale, "causal", None, None).astype(mx.float32)
+    wanted = entry.decoded(small, x, scale, "causal", None)[0].astype(mx.float32)
     try:
         got = decode.attention(*found, x, scale, "causal", None, small.n, half).astype(mx.float32)
-        error = (mx.abs(got - wanted).max() / mx.abs(wanted).max()).item()
+        error = float(mx.abs(got - wanted).max() / mx.abs(wanted).max())
     except (RuntimeError, ValueError) as failure:
         return f"the kernel cannot be run here: {str(failure).splitlines()[0][:200]}"
     return None if error <= LIMIT else f"the kernel is wrong on this device (relative error {error:.1e})"
