@@ -68,9 +68,19 @@ class SharedFields:
 class KernelFields:
     """Fields that choose a kernel."""
 
-    use_metal_kernels: bool | None = option(None, "None: use a kernel where there is one", optional(FLAG))
-    fused_sdpa: bool | None = option(
-        False, "attend in one fused kernel; None: where there is one", one_of(None, False, True)
+    use_metal_kernels: bool | None = option(
+        None,
+        "decoding steps by a kernel (Metal, CUDA); None: where there is one, True: or an error, False: never",
+        optional(FLAG),
     )
-    fused_sdpa_max_ctx: int | None = option(None, "longest context of the fused kernel", optional(ints(1)))
-    fused_sdpa_memory_bound: bool = option(False, "fused kernel that saves memory first", FLAG)
+    fused_sdpa: bool | None = option(
+        False,
+        "prompts by a kernel; None: where fused_sdpa_memory_bound is set, True: or an error, False: block by block",
+        one_of(None, False, True),
+    )
+    fused_sdpa_max_ctx: int | None = option(
+        None, "most rows held up to which prompts go by a kernel; None: any", optional(ints(1))
+    )
+    fused_sdpa_memory_bound: bool = option(
+        False, "memory counts: fused_sdpa=None takes the kernel, which decodes no block", FLAG
+    )

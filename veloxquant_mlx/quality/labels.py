@@ -20,7 +20,7 @@ def place(
 ) -> list[Box | None]:
     """A box of the given size near every point and inside ``edge``; None where there is no room. First come first.
 
-    No name lies on ``obstacles``; lines to names may cross them.
+    No name lies on ``obstacles``; lines to names may cross them. A name without a line is nearest to its own point.
     """
     dots = [(x - DOT, y - DOT, x + DOT, y + DOT) for x, y in points]
     names: list[Box] = []
@@ -34,6 +34,8 @@ def place(
                 continue
             line = _line(box, x, y)
             others = [dot for dot in dots if not overlap(dot, (x, y, x + 1e-9, y + 1e-9))]
+            if not line and _nearer(points, box, x, y):
+                continue
             if not any(overlap(piece, other) for piece in line for other in (*names, *others)):
                 free = box
                 names.append(box)
@@ -52,6 +54,12 @@ def nearest(box: Box, x: float, y: float) -> tuple[float, float, float]:
     """The place of ``box`` that is nearest to a point, and how far it is."""
     nx, ny = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
     return nx, ny, math.hypot(nx - x, ny - y)
+
+
+def _nearer(points: Sequence[tuple[float, float]], box: Box, x: float, y: float) -> bool:
+    """Whether another point is about as near to ``box`` as its own."""
+    far = nearest(box, x, y)[2] + DOT
+    return any(nearest(box, *point)[2] < far for point in points if point != (x, y))
 
 
 def _around(x: float, y: float, width: float, height: float) -> Iterator[Box]:

@@ -75,7 +75,7 @@ def pareto(found: Sequence[Comparison], path: Path) -> None:
     """
     with _style("path"):
         figure = _figure(6.3 * len(found), 6.2)
-        panels = figure.subplots(1, len(found), squeeze=False, gridspec_kw={"wspace": 0.1})[0]
+        panels = figure.subplots(1, len(found), squeeze=False, gridspec_kw={"wspace": 0.16})[0]
         panels[0].set_ylabel(LOSS)
         for axes, one in zip(panels, found, strict=True):
             _front(axes, one)
@@ -211,7 +211,7 @@ def _front(axes: Axes, found: Comparison) -> None:
     axes.grid(linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", length=0)
-    ticks = [1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    ticks = [1, 1.5, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlabel("held: bits per number, everything counted (16: uncompressed)")
@@ -347,7 +347,7 @@ def _svg(figure: Figure, name: str, title: str, told: str, tips: Sequence[str] =
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(out, format="svg", bbox_inches="tight", pad_inches=0.08, metadata=nothing)
     text = out.getvalue()
-    text = text[text.index("<svg") :].strip()
+    text = text[text.index("<svg") :].strip().replace("xlink:href", "href")
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", text)
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     if page:
@@ -358,7 +358,7 @@ def _svg(figure: Figure, name: str, title: str, told: str, tips: Sequence[str] =
     box = re.search(r'viewBox="[^"]+"', text)
     assert box is not None
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box[0]} role="img" '
         f'aria-labelledby="{name}-title {name}-desc"><title id="{name}-title">{escape(title)}</title>'
         f'<desc id="{name}-desc">{escape(told)}</desc>'
     )
