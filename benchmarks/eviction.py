@@ -50,7 +50,7 @@ def dropping() -> list[MethodName]:
     layer, found = LayerInfo(kv_heads=2), []
     for name in get_args(MethodName):
         entry = method(name)
-        policy = entry.recipe(KVCacheConfig(method=name), layer).eviction if entry.built else None
+        policy = entry.recipe(KVCacheConfig(method=name), layer).eviction
         if policy is not None and policy.drops:
             found.append(name)
     return found

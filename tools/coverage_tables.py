@@ -25,7 +25,7 @@ MISSING = "not tested"
 HEAD = """# What works
 
 Written by `python tools/coverage_tables.py` from the outcome of the tests that fill the cells: "yes" is a passing test,
-"no" is a test that the call is refused, with the reason. A method that exists and is not in these tables is not built.
+"no" is a test that the call is refused, with the reason.
 """
 
 Cells = dict[tuple[str, str], set[str]]  # (row, column) -> what its tests say

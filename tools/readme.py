@@ -27,15 +27,14 @@ BLOCK = re.compile(r"(<!-- methods: .*? -->\n).*?(<!-- /methods -->)", re.DOTALL
 
 
 def as_markdown(entries: Iterable[Method]) -> str:
-    """The table of the methods that are built, one column for each model that was measured."""
+    """The table of the methods, one column for each model that was measured."""
     found = comparisons()
     heads = ["Method", "What it is", "Source", "Needs", *map(title, found)]
     lines = [HEAD, *map(about, found), "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for entry in entries:
-        if entry.built:
-            info = entry.info
-            cells = [f"`{info.name}`", f"{info.title} ({info.family})", source(entry), info.needs]
-            lines.append(f"| {' | '.join([*cells, *(in_short(one, info.name) for one in found)])} |")
+        info = entry.info
+        cells = [f"`{info.name}`", f"{info.title} ({info.family})", source(entry), info.needs]
+        lines.append(f"| {' | '.join([*cells, *(in_short(one, info.name) for one in found)])} |")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import MODELS
 from veloxquant_mlx import __version__
-from veloxquant_mlx.cache.registry import METHODS, method
+from veloxquant_mlx.cache.registry import METHODS
 from veloxquant_mlx.cli import app, doctor, generate
 from veloxquant_mlx.core.text import size
 from veloxquant_mlx.models.gguf import ensure_model
@@ -41,12 +41,8 @@ def test_version():
     assert run("--version").output.strip() == __version__
 
 
-def test_methods_lists_all_and_built_only():
-    everything = {entry["name"]: entry for entry in json.loads(run("methods", "--json").output)}
-    assert list(everything) == list(METHODS)
-    assert all((everything[name]["status"] == "built") == method(name).built for name in METHODS)
-    built = {entry["name"] for entry in json.loads(run("methods", "--json", "--built").output)}
-    assert {"kivi", "turboquant_rvq", "snapkv", "streaming_llm"} <= built
+def test_methods_lists_all():
+    assert [entry["name"] for entry in json.loads(run("methods", "--json").output)] == list(METHODS)
 
 
 def test_methods_table_names_every_method_once(monkeypatch):
@@ -54,7 +50,6 @@ def test_methods_table_names_every_method_once(monkeypatch):
     output = run("methods").output
     first_words = [line.split()[0] for line in output.splitlines() if line.split()]
     assert all(first_words.count(name) == 1 for name in METHODS)
-    assert f"of {len(METHODS)} methods are built" in output
 
 
 @pytest.mark.parametrize(
@@ -65,25 +60,21 @@ def test_auto_config_follows_the_rules(seq_len, memory, chosen):
     result = run("auto-config", "--head-dim", "128", "--seq-len", seq_len, "--memory", memory, "--json")
     told = json.loads(result.output)
     assert told["config"]["method"] == chosen
-    assert told["built"] == method(chosen).built
     assert told["fp16_kv_bytes"] == 2 * 2 * 128 * int(seq_len)
 
 
-def test_auto_config_explains_and_warns_of_methods_to_come():
+def test_auto_config_explains():
     result = run("auto-config", "--head-dim", "128", "--seq-len", "32768", "--memory", "1", "--explain")
     assert result.exit_code == 0
     assert "long context" in result.output
     assert "16.0 MiB" in result.output
-    assert "'kvquant' is not built yet" in result.output or method("kvquant").built
 
 
-PLANNED = [name for name in METHODS if not method(name).built]
 BAD = [
     (("auto-config", "--head-dim", "100", "--seq-len", "10"), "head_dim=100 .* power of 2"),
     (("generate", "--model", "m", "--prompt", "p", "--method", "kivvi"), "unknown method 'kivvi'"),
     (("generate", "--model", "m", "--prompt", "p", "--option", "group=3"), "kivi_group_size"),
     (("generate", "--model", "m", "--prompt", "p", "--option", "kivi_group_size"), "name=value"),
-    *((("generate", "--model", "m", "--prompt", "p", "--method", name), "not built yet") for name in PLANNED[:1]),
     (("generate", "--model", "./no/such/folder", "--prompt", "p"), "not a folder"),
     (("generate", "--model", "m", "--prompt", "a\udcff"), "character 1 is not UTF-8"),
 ]

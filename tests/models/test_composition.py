@@ -56,10 +56,9 @@ def recipe(name: str) -> Recipe:
     return method(name).recipe(config_of(name), LayerInfo(head_dim=32, value_dim=32, kv_heads=2, members=2))
 
 
-BUILT = [name for name in METHODS if method(name).built]
-DROPPING = [name for name in BUILT if recipe(name).eviction is not None]
-JOINT = [name for name in BUILT if recipe(name).together > 1]
-PACKING = [name for name in BUILT if name not in DROPPING and name not in JOINT]
+DROPPING = [name for name in METHODS if recipe(name).eviction is not None]
+JOINT = [name for name in METHODS if recipe(name).together > 1]
+PACKING = [name for name in METHODS if name not in DROPPING and name not in JOINT]
 
 
 @functools.cache

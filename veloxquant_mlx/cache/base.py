@@ -167,7 +167,7 @@ class KVCacheFactory:
         """A cache of one layer whose heads have ``config.head_dim`` numbers.
 
         The standalone methods give a ``veloxquant_mlx.KVCache``, all others a subclass of mlx_lm's ``KVCache``. Raises
-        ``QuantizerConfigError`` for a value that the method cannot use, ``NotImplementedError`` for one not built yet.
+        ``QuantizerConfigError`` for a value that the method cannot use.
         """
         _check_type(config)
         if isinstance(config.bit_width_inlier, (list, tuple)) and config.method != "vecinfer":
@@ -177,7 +177,6 @@ class KVCacheFactory:
             )
         entry = method(config.method)
         entry.check(config)
-        entry.require_built()
 
         own = copy.deepcopy(config)  # what the caller changes later was never checked
         if own.method in STANDALONE_METHODS:
@@ -346,7 +345,6 @@ class KVCacheBuilder:
             served = [c for slot, c in zip(slots, per_slot[-1], strict=True) if slot.layer is not None]
             for layer_config in served or per_slot[-1]:
                 method(part.method).check(layer_config)
-            method(part.method).require_built()
         hook.install(model)
         for part in parts:
             slots = method(part.method).prepare(model, slots, part)

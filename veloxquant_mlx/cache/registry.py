@@ -90,11 +90,6 @@ class Method:
     module: ModuleType
 
     @property
-    def built(self) -> bool:
-        """Whether the method can make caches."""
-        return hasattr(self.module, "recipe")
-
-    @property
     def own_fields(self) -> list[str]:
         """The fields that the method reads beyond those of every cache."""
         return [*_options_of(self.info.options), *self.info.reads]
@@ -113,19 +108,12 @@ class Method:
             remedy = "Cap the cache with capacity, or choose a method that evicts, such as 'streaming_llm'."
             refuse("sliding_window", config.sliding_window, f"None for method {self.info.name!r}", remedy)
 
-    def require_built(self) -> None:
-        """Raise ``NotImplementedError`` if the method cannot make caches yet."""
-        if not self.built:
-            ready = ", ".join(name for name in METHODS if method(name).built)
-            raise NotImplementedError(f"method {self.info.name!r} is not built yet. Built methods: {ready or 'none'}.")
-
     def prepare(self, model: Any, slots: Sequence[Slot], config: FlatConfig) -> Sequence[Slot]:
         """``slots`` of ``model``, whose layers know what else the recipe needs of the model."""
         return self.module.prepare(model, slots, config) if hasattr(self.module, "prepare") else slots
 
     def recipe(self, config: FlatConfig, layer: LayerInfo) -> Recipe:
         """How a cache of ``layer`` stores its rows and what it drops; ``config`` has passed ``check``."""
-        self.require_built()
         return self.module.recipe(config, layer)
 
     def _fields(self) -> Iterator[tuple[str, Valid, Any]]:

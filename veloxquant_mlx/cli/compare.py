@@ -34,7 +34,7 @@ def compare(
         str | None, typer.Option(help="Methods, separated by commas; pairs as in snapkv+kivi. Default: a short choice.")
     ] = None,
     family: Annotated[str | None, typer.Option(help="Families of methods, separated by commas.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every built method.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every method.")] = False,
     text: Annotated[str, typer.Option(help="Text file (UTF-8) to read, or built-in.")] = "built-in",
     ctx: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 1024,
     bits: Annotated[

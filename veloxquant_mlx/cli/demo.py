@@ -74,7 +74,7 @@ def chosen(methods: str | None, every: bool) -> Shown:
     for name in names:
         if name not in choices:
             raise QuantizerConfigError(
-                f"--methods {methods!r} cannot be used: {name!r} is not a built method. "
+                f"--methods {methods!r} cannot be used: {name!r} is not a method. "
                 f"Name one or more, separated by commas. Choices: {', '.join(choices)}."
             )
     return tuple(row for row in SHOWN if row[1]["method"] in names)
@@ -121,7 +121,7 @@ def run_demo(models: Path, shown: Shown, out: Console, err: Console, as_json: bo
         out.print(Text(line, "dim"))
     err.print(f"[dim]done in {time.perf_counter() - started:.0f} s[/]")
     if len(shown) < len(SHOWN):
-        err.print("[dim]every built method: veloxquant demo --all; some of them: --methods kivi,h2o[/]")
+        err.print("[dim]every method: veloxquant demo --all; some of them: --methods kivi,h2o[/]")
 
 
 class _Bench:

@@ -40,7 +40,7 @@ class _Readable(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (VeloxError, NotImplementedError) as error:
+        except VeloxError as error:
             err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(2) from None
 
@@ -89,7 +89,7 @@ def main(
 @app.command()
 def demo(
     models: Models = DEFAULT_MODELS,
-    every: Annotated[bool, typer.Option("--all", help="Show every built method, not the short choice.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every method, not the short choice.")] = False,
     methods: Annotated[
         str | None, typer.Option(help="Show these methods, separated by commas, such as kivi,h2o.")
     ] = None,
@@ -144,7 +144,7 @@ def _config(name: str, bits: int | None, options: list[str]) -> ModelConfig:
     """The configuration of ``name``, or the two of a name such as ``snapkv+kivi``; bits are those of the last."""
     names = name.split("+")
     for one in names:
-        method(one).require_built()  # before a model is loaded
+        method(one)  # a wrong name is said before a model is loaded
     known = {f.name for f in dataclasses.fields(KVCacheConfig)} - {"method", "options", "observers"}
     fields: dict[str, Any] = {}
     for text in options:
@@ -400,7 +400,7 @@ def auto_config(
     workload = WorkloadSpec(head_dim, seq_len, layers, batch, kv_heads)
     hardware = detect_hardware_info() if memory is None else HardwareInfo(int(memory * 2**30))
     result = select_kv_cache_config(workload, hardware)
-    built, default = method(result.config.method).built, KVCacheConfig()
+    default = KVCacheConfig()
     chosen = {
         f.name: value
         for f in dataclasses.fields(KVCacheConfig)
@@ -411,7 +411,6 @@ def auto_config(
         told = {
             "config": chosen,
             "reason": result.reason,
-            "built": built,
             "fp16_kv_bytes": needed,
             "memory_bytes": hardware.total_memory_bytes,
             "memory_pressure": pressure,
@@ -424,27 +423,20 @@ def auto_config(
         out.print(f"[bold]why[/]     {escape(result.reason)}", soft_wrap=True)
         share = "memory unknown" if pressure is None else f"{pressure:.0%} of memory with what is in use now"
         out.print(f"[bold]memory[/]  16-bit keys and values would take {size(needed)}: {share}", soft_wrap=True)
-    if not built:
-        built_ones = "see: veloxquant methods --built"
-        err.print(
-            f"[yellow]note:[/] {result.config.method!r} is not built yet in version {__version__} ({built_ones})."
-        )
 
 
 @app.command()
 def methods(
-    built: Annotated[bool, typer.Option("--built", help="Only the methods that can run today.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List all 43 methods: family, paper, status, and what each needs."""
+    """List all 43 methods: family, paper, and what each needs."""
     from .methods import as_dict, as_table
 
-    entries = [entry for entry in map(method, METHODS) if entry.built or not built]
+    entries = [method(name) for name in METHODS]
     if as_json:
         out.print_json(json.dumps([as_dict(entry) for entry in entries]))
     else:
         out.print(as_table(entries))
-        out.print(f"{sum(entry.built for entry in entries)} of {len(METHODS)} methods are built.")
 
 
 @app.command()

@@ -30,22 +30,18 @@ def as_dict(entry: Method) -> dict[str, Any]:
         "paper": info.paper,
         "arxiv": info.arxiv,
         "venue": info.venue,
-        "status": "built" if entry.built else "planned",
         "standalone": info.standalone,
         "needs": info.needs,
     }
 
 
 def as_table(entries: Iterable[Method]) -> Table:
-    """The methods for a terminal, built ones first."""
+    """The methods for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
     table.add_column("family")
     table.add_column("paper", overflow="fold")
-    table.add_column("status", no_wrap=True)
     table.add_column("needs")
-    for entry in sorted(entries, key=lambda entry: not entry.built):
-        status = Text("built", "bold green") if entry.built else Text("planned", "dim")
-        name = Text(entry.info.name, "bold" if entry.built else "dim")
-        table.add_row(name, entry.info.family, source(entry), status, entry.info.needs)
+    for entry in entries:
+        table.add_row(Text(entry.info.name, "bold"), entry.info.family, source(entry), entry.info.needs)
     return table

@@ -39,7 +39,7 @@ def run_server(options: ServeOptions, config: ModelConfig | None, level: str) ->
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server = Server(options, config)
-    except (VeloxError, NotImplementedError):
+    except VeloxError:
         raise
     except Exception as error:
         raise unloadable(name, error) from error

@@ -1,1 +1,1 @@
-"""One file per compression method: its options, its identity and, once built, its recipe."""
+"""One file per compression method: its options, its identity and its recipe."""

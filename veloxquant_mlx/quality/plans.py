@@ -16,7 +16,7 @@ from ..methods._method import refuse
 
 Shown = tuple[tuple[str, dict[str, Any]], ...]  # label and configuration of every row
 
-# Every built method, at default settings but for the bits: 128 exact tokens for kivi, budgets of 512 tokens.
+# Every method, at default settings but for the bits: 128 exact tokens for kivi, budgets of 512 tokens.
 SHOWN: Shown = (
     ("kivi, 4 bits", {"method": "kivi", "bit_width_inlier": 4}),
     ("kivi, 2 bits", {"method": "kivi", "bit_width_inlier": 2}),
@@ -109,11 +109,10 @@ class Plan:
 
 
 def families() -> dict[str, list[str]]:
-    """The built methods by family."""
+    """The methods by family."""
     found: dict[str, list[str]] = {}
     for entry in map(method, METHODS):
-        if entry.built:
-            found.setdefault(entry.info.family, []).append(entry.info.name)
+        found.setdefault(entry.info.family, []).append(entry.info.name)
     return found
 
 
@@ -165,7 +164,6 @@ def _default(name: str) -> list[Plan]:
         if part not in METHODS:
             choices = ", ".join(METHODS)
             refuse("method", part, f"one of {choices}", "Join a method that drops tokens and one that packs by +.")
-        method(part).require_built()
     own = [[_plan(label, fields) for label, fields in SHOWN if fields["method"] == part] for part in parts]
     if len(parts) == 1:
         return own[0]
