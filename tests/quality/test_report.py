@@ -151,6 +151,10 @@ def test_names_do_not_lie_on_each_other_nor_on_points():
         assert not any(labels.overlap(box, other) for other in (*boxes[:i], *dots, wall))
     for box, (width, height) in zip(placed, sizes, strict=True):
         assert box is None or (box[2] - box[0], box[3] - box[1]) == pytest.approx((width, height))
+    for box, (x, y) in zip(placed, points, strict=True):
+        far = 0.0 if box is None else labels.nearest(box, x, y)[2]
+        if box is not None and far <= labels.FAR:  # no line says whose it is
+            assert far == min(labels.nearest(box, *point)[2] for point in points)
 
 
 def test_a_name_without_room_is_left_out_and_the_first_comes_first():
