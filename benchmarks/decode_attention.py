@@ -87,7 +87,7 @@ def filled(fields: dict[str, Any] | None, batch: int, tokens: int, dtype: mx.Dty
     """A cache (``fields`` None: a store of 4-bit rows in groups of 64) fed in chunks, then one token alone."""
     holder: CompressedKVCache | Store
     if fields is None:
-        holder = Store(Recipe(*(Stream(TokenAffine(4, 64, dim=DIM)) for _ in range(2))))
+        holder = Store(Recipe(Stream(TokenAffine(4, 64, dim=DIM)), Stream(TokenAffine(4, 64, dim=DIM))))
     else:
         info = LayerInfo(head_dim=DIM, value_dim=DIM, kv_heads=KV_HEADS)
         holder = CompressedKVCache(KVCacheConfig(**fields), info)
@@ -105,17 +105,20 @@ def filled(fields: dict[str, Any] | None, batch: int, tokens: int, dtype: mx.Dty
 
 
 def _append(holder: CompressedKVCache | Store, keys: mx.array, values: mx.array, start: int) -> None:
-    if isinstance(holder, Store):
-        holder.append(keys, values, start)
-    else:
+    if isinstance(holder, CompressedKVCache):
         holder.append(keys, values)
+    else:
+        holder.append(keys, values, start)
 
 
 def plain(q: mx.array, tokens: int) -> Rival:
     """MLX's fused attention on the rows as they are."""
     keys, values = rows(q.shape[0], 0, tokens, q.dtype)
     mx.eval(keys, values)
-    call = partial(mx.fast.scaled_dot_product_attention, q, keys, values, scale=SCALE)
+
+    def call() -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE)
+
     exact = lambda: (keys.astype(mx.float32), values.astype(mx.float32))  # noqa: E731
     return Rival(call, keys.nbytes + values.nbytes, "mlx", exact)
 
@@ -160,7 +163,8 @@ def error(rival: Rival, q: mx.array) -> float:
     """Relative error of norms against the float32 reference on the rows that the rival holds."""
     wanted = reference.attention(q.astype(mx.float32), *rival.rows(), SCALE, None, None)
     got = rival.call().astype(mx.float32)
-    return (mx.sqrt(mx.square(got - wanted).sum()) / mx.sqrt(mx.square(wanted).sum())).item()
+    off: Any = mx.sqrt(mx.square(got - wanted).sum() / mx.square(wanted).sum()).item()
+    return off
 
 
 def measured(batch: int, tokens: int, args: argparse.Namespace, dtype: mx.Dtype) -> list[dict[str, Any]]:
