@@ -8,7 +8,7 @@ DIMS = (64, 128, 256)
 ROWS = 16  # query rows per kv head: one operand of the products
 LEAST = 512  # packed rows from which they pay
 STAGES = 2  # tiles of codes that are there or on their way
-GROUPS = 528  # groups of lanes that a call is split into: four for each multiprocessor of the largest GPUs
+GROUPS = 264  # groups of lanes that a call is split into: two for each multiprocessor of the largest GPUs
 HEADERS = ("readers.h", "pairs.h", "tensor_readers.h")
 
 
