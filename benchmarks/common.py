@@ -21,6 +21,21 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MIB = 2**20
 
+# Configurations whose speed and memory are measured, by the name of their row.
+CACHES: dict[str, dict[str, Any]] = {
+    "kivi 4-bit": {"method": "kivi", "bit_width_inlier": 4},
+    "kivi 2-bit": {"method": "kivi", "bit_width_inlier": 2},
+    "turboquant_mse 4": {"method": "turboquant_mse", "bit_width_inlier": 4},
+    "turboquant_mse 2": {"method": "turboquant_mse", "bit_width_inlier": 2},
+    "turboquant_rvq 1": {"method": "turboquant_rvq", "bit_width_inlier": 1},
+    "turboquant_rvq 2": {"method": "turboquant_rvq", "bit_width_inlier": 2},
+}
+
+
+def caches(*names: str) -> dict[str, dict[str, Any]]:
+    """Those of ``CACHES``, in this order."""
+    return {name: CACHES[name] for name in names}
+
 
 def load(name: str) -> tuple[Any, list[int]]:
     """The model ``smollm2`` or ``gemma3`` in float32, and the committed texts as its token ids."""

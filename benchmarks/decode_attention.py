@@ -30,13 +30,7 @@ from veloxquant_mlx.core.types import LayerInfo, Recipe, Stream
 
 from . import common, plot
 
-METHODS: dict[str, dict[str, Any]] = {
-    "kivi 4-bit": {"method": "kivi", "bit_width_inlier": 4},
-    "kivi 2-bit": {"method": "kivi", "bit_width_inlier": 2},
-    "turboquant_mse 4": {"method": "turboquant_mse", "bit_width_inlier": 4},
-    "turboquant_mse 2": {"method": "turboquant_mse", "bit_width_inlier": 2},
-    "turboquant_rvq 2": {"method": "turboquant_rvq", "bit_width_inlier": 2},
-}
+METHODS = common.caches("kivi 4-bit", "kivi 2-bit", "turboquant_mse 4", "turboquant_mse 2", "turboquant_rvq 2")
 BASE, STOCK, AFFINE = "mlx fused attention", "mlx_lm 4-bit", "token affine 4-bit"
 KV_HEADS, QUERY_HEADS, DIM = 8, 32, 128
 SCALE = DIM**-0.5

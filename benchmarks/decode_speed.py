@@ -20,10 +20,7 @@ from veloxquant_mlx import KVCacheBuilder, KVCacheConfig
 from . import common
 
 METHODS: dict[str, dict[str, Any]] = {
-    "kivi 2-bit": {"method": "kivi", "bit_width_inlier": 2},
-    "kivi 4-bit": {"method": "kivi", "bit_width_inlier": 4},
-    "turboquant_rvq 1": {"method": "turboquant_rvq", "bit_width_inlier": 1},
-    "turboquant_rvq 2": {"method": "turboquant_rvq", "bit_width_inlier": 2},
+    **common.caches("kivi 2-bit", "kivi 4-bit", "turboquant_rvq 1", "turboquant_rvq 2"),
     "snapkv 256": {"method": "snapkv", "snap_budget": 256},
     "streaming_llm 256": {"method": "streaming_llm", "stream_window_size": 252},
 }

@@ -29,11 +29,7 @@ from veloxquant_mlx.cache.layer import CompressedKVCache
 from . import common
 
 BASE, STOCK = "mlx_lm, uncompressed", "mlx_lm 4-bit"
-METHODS: dict[str, dict[str, Any]] = {
-    "kivi 4-bit": {"method": "kivi", "bit_width_inlier": 4},
-    "turboquant_mse 4": {"method": "turboquant_mse", "bit_width_inlier": 4},
-    "turboquant_rvq 2": {"method": "turboquant_rvq", "bit_width_inlier": 2},
-}
+METHODS = common.caches("kivi 4-bit", "turboquant_mse 4", "turboquant_rvq 2")
 CHUNK = 32768  # rows of history that are encoded at a time
 STEP = 2048  # tokens that mlx_lm prefills at a time
 

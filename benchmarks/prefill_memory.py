@@ -23,10 +23,7 @@ from veloxquant_mlx.core.types import LayerInfo
 from . import common
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-METHODS: dict[str, dict[str, Any]] = {
-    "kivi 2-bit": {"method": "kivi", "bit_width_inlier": 2},
-    "turboquant_rvq 2": {"method": "turboquant_rvq", "bit_width_inlier": 2},
-}
+METHODS = common.caches("kivi 2-bit", "turboquant_rvq 2")
 
 
 def packed(fields: dict[str, Any], tokens: int, dtype: mx.Dtype, chunk: int = 1024) -> Store:

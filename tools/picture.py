@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from veloxquant_mlx.quality.plots import pareto
-from veloxquant_mlx.quality.results import Comparison
-
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+from tools.method_numbers import comparisons, title  # noqa: E402
+from veloxquant_mlx.quality.plots import pareto  # noqa: E402
+from veloxquant_mlx.quality.results import Comparison  # noqa: E402
+
 PICTURE = ROOT / "docs" / "img" / "pareto.svg"
-MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 
 
 def titled(found: Comparison) -> Comparison:
     """With the model's name as people write it."""
-    name = next((name for key, name in MODELS.items() if found.model.name.startswith(key)), found.model.name)
-    return replace(found, model=replace(found.model, name=name))
+    return replace(found, model=replace(found.model, name=title(found)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=PICTURE)
     given = parser.parse_args(arguments)
-    files = given.results or sorted(RESULTS.glob("compare_*.json"), reverse=True)
-    if not files:
+    found = [Comparison.load(file) for file in given.results] or comparisons()
+    if not found:
         print("there are no results. Make them with: veloxquant compare --all --out FOLDER", file=sys.stderr)
         return 1
-    pareto([titled(Comparison.load(file)) for file in files], given.out)
+    pareto([titled(one) for one in found], given.out)
     print(f"wrote {given.out}")
     return 0
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.quality.made import comparison, row
-from tools import picture
+from tools import method_numbers, picture
 from veloxquant_mlx.quality import Row, labels, plots, report
 from veloxquant_mlx.quality.results import front
 
@@ -186,5 +186,5 @@ def test_the_picture_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_no_picture_without_results(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(picture, "RESULTS", tmp_path)
+    monkeypatch.setattr(method_numbers, "RESULTS", tmp_path)
     assert picture.main([]) == 1 and "no results" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def attention(
     x = q.astype(compute or compute_dtype(q.dtype))
     # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
     few = q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]
-    out = (packed if few else blockwise.attention)(store, x, scale, mask, sinks, key_view)
+    out = (_packed if few else blockwise.attention)(store, x, scale, mask, sinks, key_view)
     path = Path.PACKED if few else Path.BLOCKWISE
     return out.astype(q.dtype), path if chosen is None else Path.SHUT
 
@@ -92,7 +92,7 @@ def decoded(
     return reference.attention(q, keys, values, scale, mask, sinks), Path.REFERENCE
 
 
-def packed(
+def _packed(
     store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None, key_view: KeyView | None
 ) -> mx.array:
     """Attention by MLX's operations on the codes: scores of all rows at once, so ``q`` must have few."""

@@ -205,19 +205,17 @@ class StreamStore:
 
     def readable(self) -> Readable | str | None:
         """How kernels read the packed rows, None where there are none, or what they cannot read."""
-        if not self.n_sealed:
+        sealed = self._sealed()
+        if not sealed:
             return None
-        turned = self.spec.rotation is not None or self.spec.bias is not None
-        parts = {
-            "in several codecs": len(self._sealed()) > 1 or self.packed is None or not self.packed.n,
-            "without their positions or bias": turned,
-            "with exact or merged rows among them": self.exact.rows is not None or self.added.rows is not None,
-        }
-        if (why := next((text for text, found in parts.items() if found), None)) is not None:
-            return why
-        assert self.packed is not None
-        codec = self.packed.codec
-        return codec.readable(self.packed.codes) or f"of {type(codec).__name__}"
+        if sealed != [self.packed]:
+            return "in several codecs"
+        if self.spec.rotation is not None or self.spec.bias is not None:
+            return "without their positions or bias"
+        if self.exact.rows is not None or self.added.rows is not None:
+            return "with exact or merged rows among them"
+        codec = sealed[0].codec
+        return codec.readable(sealed[0].codes) or f"of {type(codec).__name__}"
 
     def append(self, x: mx.array) -> None:
         """Add rows at the end of the tail."""

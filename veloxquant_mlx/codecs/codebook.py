@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from ..core.exceptions import QuantizerConfigError
 from .base import F16_MAX, Axis, Codec, Codes, Readable, cast, compute_dtype
-from .packing import check_bits, pack, padded, row_multiple
+from .packing import check_bits, level_array, pack, padded, row_multiple
 from .tables import PackedDots
 
 
@@ -51,7 +50,7 @@ class ScalarCodebook(Codec):
         self.padded_dim = padded(dim, row_multiple(bits))
         self.layout = {"words": Axis(-2, 1), "rms": Axis(-1, 1)}
         table = np.asarray(levels, dtype=np.float32)
-        self._dots, self._levels = PackedDots(table, bits, fused), _array(table.tobytes())
+        self._dots, self._levels = PackedDots(table, bits, fused), level_array(table)
         order = np.argsort(table, kind="stable")
         if not np.isfinite(table).all():
             raise QuantizerConfigError("levels must be finite numbers")
@@ -95,14 +94,6 @@ class ScalarCodebook(Codec):
         if self.dim % 8:
             return None
         return Readable("codebook", self.bits, self.dim, codes["words"], codes["rms"], table=self._levels)
-
-
-@cache
-def _array(levels: bytes) -> mx.array:
-    """One array for all who have the same levels: kernels then read one table."""
-    array = mx.array(np.frombuffer(levels, np.float32))
-    mx.eval(array)
-    return array
 
 
 def _search_tree(thresholds: np.ndarray) -> np.ndarray:

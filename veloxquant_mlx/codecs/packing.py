@@ -115,6 +115,18 @@ def to_words(rows: mx.array, bits: int) -> mx.array:
     return mx.contiguous(mx.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, spare)])).view(mx.uint32)
 
 
+def level_array(levels: np.ndarray) -> mx.array:
+    """``levels`` in float32, one array for all who have the same: a kernel then reads one table for keys and values."""
+    return _levels(np.asarray(levels, dtype=np.float32).tobytes())
+
+
+@cache
+def _levels(levels: bytes) -> mx.array:
+    array = mx.array(np.frombuffer(levels, dtype=np.float32))
+    mx.eval(array)
+    return array
+
+
 def lookup_table(levels: np.ndarray, bits: int) -> mx.array:
     """The table that ``lookup`` needs for ``2 ** bits`` levels, shared by all who ask for the same.
 

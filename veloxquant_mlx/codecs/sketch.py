@@ -18,7 +18,7 @@ from ..core.exceptions import QuantizerConfigError
 from ..core.types import is_int
 from ..transforms.rotation import haar, stored_seed
 from .base import F16_MAX, Axis, Codec, Codes, Readable, cast, compute_dtype
-from .packing import pack, padded
+from .packing import level_array, pack, padded
 from .tables import PackedDots
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class SignSketch(Codec):
         self.weight = sketch_constant(self.dim, orthogonal) * self.dim**0.5 / self.m
         self.layout = {"signs": Axis(-2, 1), "sizes": Axis(-1, 1)}
         signs = np.array([-1.0, 1.0], dtype=np.float32)
-        self._dots, self._levels = PackedDots(signs, 1, fused=None), mx.array(signs)
-        mx.eval(self._levels)
+        self._dots, self._levels = PackedDots(signs, 1, fused=None), level_array(signs)
 
     def encode(self, x: mx.array) -> Codes:
         x = x.astype(mx.float32)

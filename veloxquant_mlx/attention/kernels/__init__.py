@@ -44,12 +44,14 @@ class Kernels:
         if self.decoding is False or not (few or self._takes_prompts(store.n)):
             return None
         insists = self.decoding is True if few else self.prompts is True
-        if launch.backend() is None and not insists:
+        back = launch.backend()
+        if back is None and not insists:
             return None  # the CPU has none, and nobody expects any
-        found = "no kernel for rows that are changed or chosen on the way to attention"
-        if launch.backend() is None:
+        if back is None:
             found = "no kernel for the CPU"
-        elif plain:
+        elif not plain:
+            found = "no kernel for rows that are changed or chosen on the way to attention"
+        else:
             found = sides.sides(store, q.shape[-1])
         if not isinstance(found, str):
             half = (self.dtype or q.dtype) in HALF

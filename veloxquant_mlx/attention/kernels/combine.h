@@ -10,23 +10,18 @@ SHARED float highs[WARPS], totals[WARPS], coded[WARPS * DV], plain[WARPS * DV];
 
 float high = LOW;
 for (int s = WARP * 32 + LANE; s < count; s += WARPS * 32) high = TOP_OF(s) > high ? TOP_OF(s) : high;
-UNROLL
-for (int m = 16; m > 0; m >>= 1) {
-  const float other = shfl_xor(high, m);
-  high = other > high ? other : high;
-}
+high = highest_of_lanes(high);
 if (LANE == 0) highs[WARP] = high;
 BARRIER();
 for (int w = 0; w < WARPS; w++) high = highs[w] > high ? highs[w] : high;
 #if SINKS
-const float sink = float(sinks[row / LENGTH % QUERY_HEADS]) * 1.4426950408889634f;
+const float sink = float(sinks[row / LENGTH % QUERY_HEADS]) * LOG2E;
 high = sink > high ? sink : high;
 #endif
 
 float total = 0.0f;
 for (int s = WARP * 32 + LANE; s < count; s += WARPS * 32) total += WEIGHT_OF(s) * EXP2(TOP_OF(s) - high);
-UNROLL
-for (int m = 16; m > 0; m >>= 1) total += shfl_xor(total, m);
+total = sum_of_lanes(total);
 if (LANE == 0) totals[WARP] = total;
 
 // Each warp sums every WARPS-th share, its lanes are channels.

@@ -143,17 +143,12 @@ for (int base = share * each + WARP * 32; base < last; base += WARPS * 32) {
 #if MASK == BOOLEAN
       if (!mask[place]) s[r] = LOW;
 #else
-      s[r] += float(mask[place]) * 1.4426950408889634f;
+      s[r] += float(mask[place]) * LOG2E;
       if (s[r] < LOW) s[r] = LOW;  // a row that sees nothing takes the mean of all, as where masks are boolean
 #endif
     }
 #endif
-    float high = valid ? s[r] : LOW;
-    UNROLL
-    for (int m = 16; m > 0; m >>= 1) {
-      const float other = shfl_xor(high, m);
-      high = other > high ? other : high;
-    }
+    const float high = highest_of_lanes(valid ? s[r] : LOW);
     if (high > top[r]) {
       const float shrink = EXP2(top[r] - high);
       weight[r] *= shrink;
@@ -217,8 +212,7 @@ for (int base = share * each + WARP * 32; base < last; base += WARPS * 32) {
 SHARED float tops[WARPS * ROWS], weights[WARPS * ROWS];
 UNROLL
 for (int r = 0; r < ROWS; r++) {
-  UNROLL
-  for (int m = 16; m > 0; m >>= 1) weight[r] += shfl_xor(weight[r], m);
+  weight[r] = sum_of_lanes(weight[r]);
   if (LANE == 0) {
     tops[WARP * ROWS + r] = top[r];
     weights[WARP * ROWS + r] = weight[r];

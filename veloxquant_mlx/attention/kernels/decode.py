@@ -28,7 +28,6 @@ class Call(NamedTuple):
 
     keys: Form
     values: Form
-    names: tuple[str, ...]
     groups: int
     heads: int
     rows: int
@@ -43,26 +42,30 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _programs(call: Call, warps: int, stages: int) -> tuple[Program, Program]:
+def _programs(call: Call) -> tuple[Program, Program]:
     """The program that takes the shares, and the one that sums them."""
     held = min(call.rows, ROWS)
     shape = {"ALL_HEADS": call.groups, "ALL_ROWS": call.rows, "LENGTH": call.length, "DV": call.value_dim}
-    defines: dict[str, int | str] = {name: i for i, name in enumerate((*KINDS,))}
-    defines |= {name: i for i, name in enumerate(MASKS)} | shape | {"WARPS": warps}
+    defines: dict[str, int | str] = {name: i for i, name in enumerate(KINDS)}
+    defines |= {name: i for i, name in enumerate(MASKS)} | shape | {"WARPS": WARPS}
     defines |= call.keys.defines("K") | call.values.defines("V")
     defines |= {"KEYS": KINDS.index(call.keys.kind.upper()), "VALUES": KINDS.index(call.values.kind.upper())}
     defines |= {"MASK": call.mask, "HEADS": call.heads, "ROWS": held, "D": call.dim}
     defines |= {"DT": call.keys.dim or call.dim, "TURNED": int(call.keys.turned), "SLOTS": -(-call.value_dim // 32)}
     defines["SKETCH"] = call.keys.sketch
+    # in the order of ``attention``
+    inputs = ["counts", "scale", "q", *(["mask"] if call.mask > 1 else [])]
+    inputs += [name for name, used in (("qt", call.keys.turned), ("qs", call.keys.sketch)) if used]
+    names = (*inputs, *call.keys.names("k"), *call.values.names("v"))
     outputs = ("part", "part_top", "part_weight")
     if call.tensor:
         extra = tensor.defines(call.keys, call.values, call.rows, call.same_table)
-        shared = tensor.shared_bytes(call.keys, call.values, extra, call.rows * call.value_dim, warps)
+        shared = tensor.shared_bytes(call.keys, call.values, extra, call.rows * call.value_dim, WARPS)
         body = f"if (GROUP_X < counts[16]) {{\nif (GROUP_Z > 0) return;\n{launch.text('tensor.h')}}} else {{\n"
         body += f"{launch.text('decode.h')}}}\n"
-        shares = Program("tensor", body, defines | extra, call.names, outputs, warps, tensor.HEADERS, shared)
+        shares = Program("tensor", body, defines | extra, names, outputs, WARPS, tensor.HEADERS, shared)
     else:
-        shares = Program("decode", launch.text("decode.h"), defines, call.names, outputs, warps)
+        shares = Program("decode", launch.text("decode.h"), defines, names, outputs, WARPS)
     ends: dict[str, int | str] = {
         **shape,
         "WARPS": 8,
@@ -71,9 +74,9 @@ def _programs(call: Call, warps: int, stages: int) -> tuple[Program, Program]:
     }
     ends |= {"SPLIT": int(call.values.turned)}
     ends["OUT"] = str(call.dtype).removeprefix("mlx.core.").upper()
-    inputs = (*outputs, "counts", *(("sinks",) if call.sinks else ()))
+    summed = (*outputs, "counts", *(("sinks",) if call.sinks else ()))
     results = ("of_codes", "of_floats") if call.values.turned else ("out",)
-    return shares, Program("combine", launch.text("combine.h"), ends, inputs, results, 8)
+    return shares, Program("combine", launch.text("combine.h"), ends, summed, results, 8)
 
 
 @lru_cache
@@ -112,25 +115,21 @@ def attention(
         and launch.backend() == "cuda"
     )
     high = high if fast else low
-    names, inputs = ("counts", "scale", "q"), [_constants((scale * LOG2E,)), q]
+    inputs = [_constants((scale * LOG2E,)), q]
     if isinstance(mask, mx.array):
         kind = 2 if mask.dtype == mx.bool_ else 3
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         if mask.shape[1] not in (1, hq):  # one per kv head
             mask = mx.repeat(mask, hq // heads, axis=1)
-        names, steps = (*names, "mask"), _strides(mask)
+        steps = _strides(mask)
         inputs.append(mask)
     if keys.codes is not None and keys.codes.on_query is not None:
-        names = (*names, "qt")
         inputs.append(keys.codes.on_query(q.reshape(b, heads, rows, dim)))
     if keys.codes is not None and (sketch := keys.codes.sketch) is not None and sketch.on_query is not None:
-        names = (*names, "qs")
         inputs.append(sketch.on_query(q.reshape(b, heads, rows, dim)))
-    names = (*names, *keys.names("k"), *values.names("v"))
     same = keys.codes is not None and values.codes is not None and keys.codes.table is values.codes.table
-    forms = (keys.form, values.form, names)
-    call = Call(*forms, groups, heads, rows, length, dim, value_dim, kind, sinks is not None, q.dtype, fast, same)
-    main, ends = _programs(call, WARPS, tensor.STAGES)
+    size = (groups, heads, rows, length, dim, value_dim)
+    main, ends = _programs(Call(keys.form, values.form, *size, kind, sinks is not None, q.dtype, fast, same))
     others = -(-rows // ROWS) if rows > ROWS else 1
     split = tensor.shares(high - low, groups, WARPS) if fast else 0
     coded, plain = _shares(packed - (high - low), groups * others), _shares(n - packed, groups * others)

@@ -1,6 +1,21 @@
 // How packed rows are read. A row of codes is a little-endian bit stream in 32-bit words.
 
 #define LOW -3.0e38f
+#define LOG2E 1.4426950408889634f
+
+FN float highest_of_lanes(float x) {
+  UNROLL
+  for (int m = 16; m > 0; m >>= 1) {
+    const float other = shfl_xor(x, m);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+FN float sum_of_lanes(float x) {
+  UNROLL
+  for (int m = 16; m > 0; m >>= 1) x += shfl_xor(x, m);
+  return x;
+}
 
 template <int BITS, typename P> FN unsigned code_at(P row, int at) {
   int bit = at * BITS, word = bit >> 5, shift = bit & 31;

@@ -41,6 +41,11 @@ class Form(NamedTuple):
     turned: bool = False
     sketch: int = 0
 
+    def names(self, side: str) -> tuple[str, ...]:
+        """The names of ``Side.arrays``, after ``side``."""
+        sketch = ("signs", "sizes") if self.sketch else ()
+        return tuple(f"{side}_{name}" for name in ("sinks", "tail", *ARRAYS[self.kind], *sketch))
+
     def defines(self, side: str) -> dict[str, int | str]:
         """The constants of this side, their names after ``side``."""
         if self.kind == "floats":
@@ -75,11 +80,6 @@ class Side:
             codes.on_query is not None,
             codes.sketch.dim if codes.sketch is not None else 0,
         )
-
-    def names(self, side: str) -> tuple[str, ...]:
-        """The names of ``arrays``, after ``side``."""
-        sketch = ("signs", "sizes") if self.form.sketch else ()
-        return tuple(f"{side}_{name}" for name in ("sinks", "tail", *ARRAYS[self.form.kind], *sketch))
 
     def arrays(self) -> list[mx.array]:
         """Everything that a kernel reads of this side."""

@@ -1,4 +1,4 @@
-// Codes as pairs of halves. A unit is 8 codes of a row, in the low bits of a word; `HALF_UNIT` are the bits of 4.
+// Codes as pairs of halves. A unit is 8 codes of a row, in the low bits of a word.
 
 #define ONES 0x00010001u
 #define INTEGER 0x64006400u  // 1024 as a half: its last bits count by one
