@@ -75,7 +75,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--decode", type=int, default=64)
-    parser.add_argument("--burst", type=int, default=4)
+    parser.add_argument("--burst", type=int, default=8, help="a multiple of the rows packed at a time: 8")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     options = parser.parse_args()
     main(options.prompt, options.decode, options.burst, options.methods)

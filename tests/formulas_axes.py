@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from veloxquant_mlx.cache.store import GROW
+from veloxquant_mlx.core.types import SEAL
 
 Shape = tuple[int, int, int, int]  # B, H, Dk, Dv
 
@@ -20,7 +21,8 @@ def spectral(fit: int) -> Callable[[int, Shape, int], int]:
         b, h, *dims = shape
         if tokens < fit:
             return b * h * tokens * sum(dims) * itemsize
-        rows = up(tokens, GROW) * (sum(up(d, 8) // 8 + 2 for d in dims) + 1 + 2)
+        n = tokens // SEAL * SEAL
+        rows = up(n, GROW) * (sum(up(d, 8) // 8 + 2 for d in dims) + 1 + 2) + (tokens - n) * sum(dims) * itemsize
         return b * h * (rows + sum(4 * d * d + 5 * d for d in dims))
 
     return held

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import ceil
 
 from veloxquant_mlx.cache.store import GROW
+from veloxquant_mlx.core.types import SEAL
 
 
 def row_bytes(latents: int, bits: tuple[int, int] = (4, 2), share: float = 0.25, group: int = 32) -> int:
@@ -24,7 +25,9 @@ def palu(rank: int, groups: int) -> Callable[[int, tuple[int, int, int, int], in
         latents = -(-h // count) * rank
         if tokens <= 4 * latents:
             return b * h * tokens * sum(dims) * itemsize
-        room = -(-tokens // GROW) * GROW
-        return b * (2 * count * room * row_bytes(latents) + h * sum(dims) * latents * 2)
+        n = tokens // SEAL * SEAL
+        room = -(-n // GROW) * GROW
+        waiting = h * (tokens - n) * sum(dims) * itemsize
+        return b * (2 * count * room * row_bytes(latents) + h * sum(dims) * latents * 2 + waiting)
 
     return held

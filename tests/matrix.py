@@ -21,7 +21,7 @@ from tests.formulas_zipcache import zipcache
 from veloxquant_mlx import KVCacheConfig
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.cache.store import GROW
-from veloxquant_mlx.core.types import LayerInfo
+from veloxquant_mlx.core.types import SEAL, LayerInfo
 from veloxquant_mlx.models.rope import Rotation
 
 Shape = tuple[int, int, int, int]  # B, H, Dk, Dv
@@ -30,6 +30,11 @@ REPEATS = 2  # query heads per kv head, unless a test says otherwise
 
 def up(n: int, step: int) -> int:
     return -(-n // step) * step
+
+
+def due(n: int) -> int:
+    """Rows that are packed once ``n`` have left the window: whole groups of ``SEAL``."""
+    return max(0, n) // SEAL * SEAL
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def kivi(bits: int, group: int, residual: int, outlier: int = 0, fit: int = 0, s
         b, h, dk, dv = shape
         block, n = residual or group, dk // 4 if outlier else 0
         keys = max(0, tokens - sinks) // block * block if tokens >= fit else 0
-        values = max(0, tokens - sinks - residual)
+        values = due(tokens - sinks - residual)
         room_k, room_v = up(keys, GROW), up(values, GROW)
         padded = up(up(dv, min(group, up(dv, 32))), 32)
         packed = room_k * ((dk - n) * bits + n * outlier) // 8 + room_k // group * dk * 4 + (2 * n if keys else 0)
@@ -86,7 +91,7 @@ def kitty(page: int) -> Callable[[int, Shape, int], int]:
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, dk, dv = shape
-        keys, values = max(tokens - 32, 0) // page * page, max(tokens - 32 - page, 0)
+        keys, values = max(tokens - 32, 0) // page * page, due(tokens - 32 - page)
         packed = keys * (dk * 2 // 8 + dk * 4 // 32 + dk // 4 * 2 // 8) + keys // page * (dk // 4)
         packed += up(values, GROW) * (up(dv, 32) * 2 // 8 + up(dv, 32) // 32 * 4)
         return b * h * (packed + itemsize * ((tokens - keys) * dk + (tokens - values) * dv))
@@ -98,8 +103,10 @@ def rvq(bits: int) -> Callable[[int, Shape, int], int]:
     """Two codes of ``bits`` per number and one float16 rms per row; words are whole."""
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
-        b, h, dk, dv = shape
-        return b * h * up(tokens, GROW) * sum(up(d * 2 * bits, 32) // 8 + 2 for d in (dk, dv))
+        b, h, *dims = shape
+        n = due(tokens)
+        row = sum(up(d * 2 * bits, 32) // 8 + 2 for d in dims)
+        return b * h * (up(n, GROW) * row + (tokens - n) * sum(dims) * itemsize)
 
     return held
 
@@ -114,7 +121,8 @@ def mse(bits: int) -> Callable[[int, Shape, int], int]:
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, *dims = shape
-        return b * h * up(tokens, GROW) * sum(codes(d, bits) + 2 for d in dims)
+        n = due(tokens)
+        return b * h * (up(n, GROW) * sum(codes(d, bits) + 2 for d in dims) + (tokens - n) * sum(dims) * itemsize)
 
     return held
 
@@ -127,8 +135,9 @@ def prod(bits: int, outlier: int, fit: int) -> Callable[[int, Shape, int], int]:
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, dk, dv = shape
         row = sum(codes(d, n - 1) + codes(d, 1) + 4 for d, n in ((dk // 4, outlier), (dk - dk // 4, bits)))
-        keys = up(tokens, GROW) * row + 2 * (dk // 4) if tokens >= fit else tokens * dk * itemsize
-        return b * h * (keys + up(tokens, GROW) * (codes(dv, bits) + 2))
+        values, keys = due(tokens), due(tokens) if tokens >= fit else 0
+        packed = up(keys, GROW) * row + (2 * (dk // 4) if keys else 0) + up(values, GROW) * (codes(dv, bits) + 2)
+        return b * h * (packed + ((tokens - keys) * dk + (tokens - values) * dv) * itemsize)
 
     return held
 
@@ -161,7 +170,8 @@ def polar(bits: int, fit: int) -> Callable[[int, Shape, int], int]:
             return b * h * tokens * sum(dims) * itemsize
         # every dimension of the tests fills whole bytes but for 80
         rows = sum(-(-d // 2 * (bits + 2) // 8) + -(-d * 7 // 16 * bits // 8) + d // 8 for d in dims)
-        return b * (h * up(tokens, GROW) * rows + 2 * 4 * (4 + 3) * 2**bits)
+        n = due(tokens)
+        return b * (h * (up(n, GROW) * rows + (tokens - n) * sum(dims) * itemsize) + 2 * 4 * (4 + 3) * 2**bits)
 
     return held
 
@@ -199,7 +209,7 @@ def skvq(bits: int, window: int, sinks: int, fit: int) -> Callable[[int, Shape, 
 
     def held(tokens: int, shape: Shape, itemsize: int) -> int:
         b, h, *dims = shape
-        n = tokens - sinks - window if tokens >= sinks + fit else 0
+        n = due(tokens - sinks - window) if tokens >= sinks + fit else 0
         packed = sum(up(n, GROW) * up(d, 32) // 32 * (4 * bits + 2) + (2 * d if n else 0) for d in dims)
         return b * h * (packed + (tokens - n) * sum(dims) * itemsize)
 

@@ -177,25 +177,27 @@ def test_extreme_rows_stay_finite(bits: int, fp8: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------- the method
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 6, 132, 133, 134, 250])
+@pytest.mark.parametrize("tokens", [1, 5, 6, 132, 133, 140, 141, 250])
 def test_sinks_and_window_are_exact(tokens: int) -> None:
     data, held = tensors(tokens), cache()
     feed(held, data, [tokens])
     for now, then in zip(held.materialize(), (data.k, data.v), strict=True):
         assert mx.array_equal(now[:, :, :5], then[:, :, :5]) and mx.array_equal(now[:, :, -128:], then[:, :, -128:])
         changed = mx.any(now != then, axis=(0, 1, 3)).sum().item()
-        assert changed == max(0, tokens - 133)
+        assert changed == max(0, tokens - 133) // 8 * 8
 
 
 def test_bits_per_element_of_the_paper_setting() -> None:
-    """2.938 at 4096 tokens: 3963 tokens at 2 + 16 / 32 bits, 133 at 16; spare room and the partition come on top."""
+    """2.938 at 4096 tokens: 3963 tokens at 2 + 16 / 32 bits, 133 at 16; three of 3963 still wait, and spare room and the
+    partition come on top.
+    """
     shape, tokens = (1, 2, 128, 128), 4096
     held = cache(shape)
     data = tensors(tokens, shape, dtype=mx.float16)
     held.update_and_fetch(data.k, data.v)
     held.attend(data.q[:, :, -1:], scale=0.125)
     elements = 2 * tokens * 2 * 128
-    spare = (3968 - 3963) * 2 * 2 * (128 * 2 / 8 + 4 * 2)
+    spare = (3968 - 3963) * 2 * 2 * (128 * 2 / 8 + 4 * 2) + 3 * 2 * 2 * 128 * 2
     perm = 2 * 2 * 128 * 2
     assert 8 * (stored_bytes(held) - spare - perm) / elements == pytest.approx(2.938, abs=5e-4)
 

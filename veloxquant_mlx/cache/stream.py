@@ -339,7 +339,7 @@ class StreamStore:
             return
         assert self.packed is not None
         a = min(self.spec.sinks, m)
-        b = a + self.spec.n_sealed(m, bool(self.packed.fitted))
+        b = a + self.spec.n_due(m)  # codes of single tokens stay codes, whole chunks or not
         sinks, tail = self._mixed(codes, index[..., :a]), self._mixed(codes, index[..., b:])
         kept = self.packed.codec.take(codes, index[..., a:b])
         assert kept is not None

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # A chunk that never fills: what comes after the block of the prompt stays as it is.
 NEVER = 1 << 30
+# Rows that are sealed together where a method asks for no other number.
+SEAL = 8
 
 
 def is_int(value: Any) -> TypeGuard[int]:
@@ -63,7 +65,9 @@ class Stream:
     """How one tensor (keys or values) of a layer is stored, as a function of the row count alone.
 
     Rows run ``[sinks | prompt | sealed | tail]``: the first ``sinks`` rows and the newest rows stay in the model's
-    dtype; the rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist.
+    dtype; the rest is sealed by ``codec`` in chunks of ``chunk`` rows as soon as ``window`` newer rows exist. Where
+    a method asks for no other length, chunks are of ``SEAL`` rows [design]: the papers pack token by token, but one row
+    costs as much time as eight, and packing one for every token took half of a decoding step.
     ``codec=None`` keeps everything as it came. With a ``prompt`` codec (which needs ``Recipe.deferred``) all rows of
     the first prompt that are due at its end become one block of that codec, whatever their number; if it asks for a
     fit, that of ``codec`` on the prompt's rows, once there are enough, serves both. With a ``rotation``
@@ -76,7 +80,7 @@ class Stream:
     codec: Codec | None = None
     prompt: Codec | None = None
     window: int = 0
-    chunk: int = 1
+    chunk: int = SEAL
     sinks: int = 0
     rotation: Rotation | None = None
     bias: KeyBias | None = None
@@ -104,6 +108,10 @@ class Stream:
         if self.codec is None or (not fitted and rows < self.sinks + self.first_rows):
             return 0
         return self.n_aged(rows, self.window)
+
+    def n_due(self, rows: int) -> int:
+        """Rows that have left the window, whole chunks or not."""
+        return max(0, rows - self.sinks - self.window)
 
     def n_aged(self, rows: int, age: int) -> int:
         """Rows after the sinks, in whole chunks, that ``age`` newer rows follow."""

@@ -56,7 +56,9 @@ def check(config: FlatConfig) -> None:
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Keys wait for a whole residual and are packed per channel; values leave a sliding window one by one."""
+    """Keys wait for a whole residual and are packed per channel; values leave a sliding window eight at a
+    time.
+    """
     group, residual = config.kivi_group_size, config.residual_length
     keys, notes = split(config, layer.head_dim, lambda _, bits, outlier: ChannelAffine(bits, group))
     values = TokenAffine(bits_of(config), group, dim=layer.value_dim)

@@ -111,7 +111,7 @@ def prepare(model: Any, slots: Sequence[Slot], config: FlatConfig) -> Sequence[S
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Every token is encoded on its own, at once where there is a basis."""
+    """Every token is encoded on its own, from the start where there is a basis."""
     rotation, notes = before_rope(layer)
     bases = layer.derived if config.n_calib_tokens is None else {}
     if from_store := isinstance(config.store, CalibrationArtifact):

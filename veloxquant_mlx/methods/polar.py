@@ -47,7 +47,7 @@ def _even(name: str, dim: int) -> None:
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Every token is encoded on its own, as soon as its own attention is done; keys and values alike."""
+    """Every token is encoded on its own, with up to seven others that came before; keys and values alike."""
     notes: list[str] = []
 
     def rotated(what: str, dim: int, tag: int) -> Codec:

@@ -71,7 +71,7 @@ def check(config: FlatConfig) -> None:
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Every token is encoded on its own as it leaves the window."""
+    """Every token is encoded on its own after it has left the window."""
     alphas = ALPHAS if config.skvq_clip_search else (config.skvq_clip_alpha,)
     fit_rows = config.n_calib_tokens or max(config.skvq_window, FIT_ROWS)
 

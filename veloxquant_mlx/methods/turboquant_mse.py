@@ -50,7 +50,7 @@ def codebook(config: FlatConfig, dim: int, bits: int, fused: bool = False) -> Sc
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Every token is encoded on its own, as soon as its own attention is done; keys and values alike."""
+    """Every token is encoded on its own, with up to seven others that came before; keys and values alike."""
 
     def rotated(dim: int, bits: int, tag: int) -> Codec:
         fused = config.enable_fused_query_dot and tag != VALUES

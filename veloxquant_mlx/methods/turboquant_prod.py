@@ -51,7 +51,7 @@ def check(config: FlatConfig) -> None:
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Every token is encoded on its own, as soon as its own attention is done."""
+    """Every token is encoded on its own, with up to seven others that came before."""
 
     def key_codec(dim: int, bits: int, outlier: bool) -> Codec:
         turn, project = (OUTLIERS, OUTLIER_SKETCH) if outlier else (KEYS, SKETCH)

@@ -45,7 +45,7 @@ def check(config: FlatConfig) -> None:
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Every token is encoded on its own, as soon as its own attention is done; keys and values alike."""
+    """Every token is encoded on its own, with up to seven others that came before; keys and values alike."""
 
     def rotated(dim: int, bits: int, tag: int) -> Codec:
         first, second = kept(np.stack(residual_levels(bits)), "residual", bits, dim, config.store)

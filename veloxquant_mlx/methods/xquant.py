@@ -77,7 +77,9 @@ def _keys(config: FlatConfig, members: int, member: int) -> SharedCodes:
 
 
 def recipe(config: FlatConfig, layer: LayerInfo) -> Recipe:
-    """Keys wait for a whole residual and are packed per channel; values leave a sliding window one by one."""
+    """Keys wait for a whole residual and are packed per channel; values leave a sliding window eight at a
+    time.
+    """
     group, more, residual = config.xquant_group_quant_size, config.xquant_residual_bits, config.residual_length
     keys = _keys(config, layer.members, layer.member)
     base = RelaxedTokens(config.xquant_base_bits, group, dim=layer.value_dim)
