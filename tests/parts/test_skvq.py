@@ -188,8 +188,8 @@ def test_sinks_and_window_are_exact(tokens: int) -> None:
 
 
 def test_bits_per_element_of_the_paper_setting() -> None:
-    """2.938 at 4096 tokens: 3963 tokens at 2 + 16 / 32 bits, 133 at 16; three of 3963 still wait, and spare room and the
-    partition come on top.
+    """2.938 at 4096 tokens: 3963 tokens at 2 + 16 / 32 bits, 133 at 16; three of 3963 still wait, and spare room and
+    the partition come on top.
     """
     shape, tokens = (1, 2, 128, 128), 4096
     held = cache(shape)
