@@ -213,8 +213,8 @@ def test_a_copy_is_independent():
 
 def test_observers_are_told():
     log = EventLog()
-    fed(create(observers=[log]), rows(9), rows(9, 1))
-    assert log.counts() == {"encode": 8}  # the newest token waits
+    fed(create(observers=[log]), rows(17), rows(17, 1))
+    assert log.counts() == {"encode": 2}  # eight rows each; the newest token waits
 
 
 @pytest.mark.parametrize("name", sorted(STANDALONE_METHODS))
