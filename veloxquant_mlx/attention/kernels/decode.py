@@ -13,6 +13,7 @@ from .launch import Program
 from .sides import KINDS, Form, Side
 
 if TYPE_CHECKING:
+    from ...cache.store import Store
     from ..masks import Mask
 
 MASKS = ("OPEN", "CAUSAL", "BOOLEAN", "ADDITIVE")
@@ -24,7 +25,10 @@ LOG2E = 1 / log(2)
 
 
 class Call(NamedTuple):
-    """What programs are made for: ``rows`` query rows of ``length`` tokens for each of ``groups`` kv heads."""
+    """What programs are made for: ``rows`` query rows of ``length`` tokens for each of ``groups`` kv heads.
+
+    ``dtype`` is that of queries and output, ``dtypes`` are those of all other arrays that may have several.
+    """
 
     keys: Form
     values: Form
@@ -39,6 +43,7 @@ class Call(NamedTuple):
     dtype: mx.Dtype
     tensor: bool
     same_table: bool
+    dtypes: tuple[mx.Dtype | None, ...]
 
 
 @lru_cache(maxsize=512)
@@ -81,9 +86,7 @@ def _programs(call: Call) -> tuple[Program, Program]:
 
 @lru_cache
 def _constants(numbers: tuple[int, ...] | tuple[float, ...]) -> mx.array:
-    out = mx.array(numbers, mx.int32 if isinstance(numbers[0], int) else mx.float32)
-    mx.eval(out)
-    return out
+    return mx.array(numbers, mx.int32 if isinstance(numbers[0], int) else mx.float32)
 
 
 def attention(
@@ -100,53 +103,103 @@ def attention(
 
     With ``half`` the products may be made by tensor cores, in half precision.
     """
-    b, hq, length, dim = q.shape
-    heads, value_dim = keys.stream.heads, values.stream.dim
-    groups, rows, kind, steps = b * heads, hq // heads * length, 0 if mask is None else 1, (0, 0, 0)
-    # tensor cores see no masks: the rows that they take are in sight of all queries
-    packed, low, high = values.stop - values.first, values.first, min(keys.stop, values.stop, n - length + 1)
-    fast = (
-        half
-        and high - low >= tensor.LEAST
-        and keys.first == low
-        and rows <= tensor.ROWS
-        and not isinstance(mask, mx.array)
-        and tensor.readable(keys.form, values.form)
-        and launch.backend() == "cuda"
-    )
-    high = high if fast else low
-    inputs = [_constants((scale * LOG2E,)), q]
+    return Plan(keys, values, q, mask, sinks, half)(q, scale, mask, sinks, n)
+
+
+class Plan:
+    """Attention by calls of one kind over a store that grows: what does not change from token to token."""
+
+    def __init__(self, keys: Side, values: Side, q: mx.array, mask: Mask, sinks: mx.array | None, half: bool) -> None:
+        self.keys, self.values, self.shape, self.dtype = keys, values, q.shape, q.dtype
+        self.kind, self.sinks = _kind(mask), None if sinks is None else sinks.dtype
+        self.b, self.hq, self.length, self.dim = q.shape
+        self.heads, self.value_dim = keys.stream.heads, values.stream.dim
+        self.groups, self.rows = self.b * self.heads, self.hq // self.heads * self.length
+        self.others = -(-self.rows // ROWS) if self.rows > ROWS else 1
+        # tensor cores see no masks: the rows that they take are in sight of all queries
+        self.fast = (
+            half
+            and self.rows <= tensor.ROWS
+            and not isinstance(mask, mx.array)
+            and tensor.readable(keys.form, values.form)
+            and launch.backend() == "cuda"
+        )
+        codes, self.turns = keys.codes, []
+        if codes is not None:
+            sketch = None if codes.sketch is None else codes.sketch.on_query
+            self.turns = [turn for turn in (codes.on_query, sketch) if turn is not None]
+        self.back = None if values.codes is None else values.codes.from_mix
+        same = codes is not None and values.codes is not None and codes.table is values.codes.table
+        size = (self.groups, self.heads, self.rows, self.length, self.dim, self.value_dim)
+        dtypes = (self.kind[1], self.sinks, *(a.dtype for a in (*keys.arrays(), *values.arrays())))
+        call = Call(keys.form, values.form, *size, self.kind[0], sinks is not None, q.dtype, False, same, dtypes)
+        self.programs = [_programs(call._replace(tensor=fast)) for fast in (False, True)[: 1 + self.fast]]
+        self.scales: dict[float, mx.array] = {}
+
+    def fits(self, store: Store, q: mx.array, mask: Mask, sinks: mx.array | None) -> bool:
+        """Whether the plan is for a call like this on ``store`` as it is now."""
+        keys, values = self.keys, self.values
+        return (
+            keys.stream is store.keys
+            and values.stream is store.values
+            and q.shape == self.shape
+            and q.dtype == self.dtype
+            and _kind(mask) == self.kind
+            and (None if sinks is None else sinks.dtype) == self.sinks
+            and keys.holds()
+            and values.holds()
+        )
+
+    def __call__(self, q: mx.array, scale: float, mask: Mask, sinks: mx.array | None, n: int) -> mx.array:
+        """Attention over all ``n`` rows that the store holds now."""
+        keys, values, groups, rows, length = self.keys, self.values, self.groups, self.rows, self.length
+        key_first, key_stop, first, stop = keys.first, keys.stop, values.first, values.stop
+        low, high, steps = first, min(key_stop, stop, n - length + 1), (0, 0, 0)
+        fast = self.fast and key_first == low and high - low >= tensor.LEAST
+        if not fast:
+            high = low
+        scaled = self.scales.get(scale)
+        if scaled is None:
+            scaled = self.scales[scale] = mx.array([scale * LOG2E], mx.float32)
+        inputs = [scaled, q]
+        if isinstance(mask, mx.array):
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+            if mask.shape[1] not in (1, self.hq):  # one per kv head
+                mask = mx.repeat(mask, self.hq // self.heads, axis=1)
+            steps = _strides(mask)
+            inputs.append(mask)
+        if self.turns:
+            rows_of_heads = q.reshape(self.b, self.heads, rows, self.dim)
+            inputs += [turn(rows_of_heads) for turn in self.turns]
+        of_float = n - stop + first
+        split = tensor.shares(high - low, groups, WARPS) if fast else 0
+        coded, plain = (_shares(count, groups * self.others) for count in (n - of_float - high + low, of_float))
+        plain += not (split or coded or plain)  # there is always one, if of no rows
+        (k_room, k_sinks, k_tail), (v_room, v_sinks, v_tail) = keys.room(), values.room()
+        spans = (n, n - length, key_first, key_stop, first, stop, low, high)
+        counts = _constants((*spans, k_room, v_room, k_sinks, v_sinks, k_tail, v_tail, coded, plain, split, *steps))
+        total = split + coded + plain
+        main, ends = self.programs[fast]
+        lead = (total, groups, rows)
+        outputs = [((*lead, self.value_dim), mx.float32), (lead, mx.float32), (lead, mx.float32)]
+        parts = launch.run(
+            main, [counts, *inputs, *keys.arrays(), *values.arrays()], outputs, (total, groups, self.others)
+        )
+        summed = [*parts, counts] if sinks is None else [*parts, counts, sinks]
+        shape, grid = (*self.shape[:3], self.value_dim), (1, groups * rows, 1)
+        if self.back is None:
+            return launch.run(ends, summed, [(shape, self.dtype)], grid)[0]
+        of_codes, of_floats = launch.run(
+            ends, summed, [((self.b, self.heads, rows, self.value_dim), mx.float32)] * 2, grid
+        )
+        return (self.back(of_codes) + of_floats).astype(self.dtype).reshape(shape)
+
+
+def _kind(mask: Mask) -> tuple[int, mx.Dtype | None]:
+    """The number of the mask in ``MASKS``, and the dtype of its numbers."""
     if isinstance(mask, mx.array):
-        kind = 2 if mask.dtype == mx.bool_ else 3
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        if mask.shape[1] not in (1, hq):  # one per kv head
-            mask = mx.repeat(mask, hq // heads, axis=1)
-        steps = _strides(mask)
-        inputs.append(mask)
-    if keys.codes is not None and keys.codes.on_query is not None:
-        inputs.append(keys.codes.on_query(q.reshape(b, heads, rows, dim)))
-    if keys.codes is not None and (sketch := keys.codes.sketch) is not None and sketch.on_query is not None:
-        inputs.append(sketch.on_query(q.reshape(b, heads, rows, dim)))
-    same = keys.codes is not None and values.codes is not None and keys.codes.table is values.codes.table
-    size = (groups, heads, rows, length, dim, value_dim)
-    main, ends = _programs(Call(keys.form, values.form, *size, kind, sinks is not None, q.dtype, fast, same))
-    others = -(-rows // ROWS) if rows > ROWS else 1
-    split = tensor.shares(high - low, groups, WARPS) if fast else 0
-    coded, plain = _shares(packed - (high - low), groups * others), _shares(n - packed, groups * others)
-    plain += not (split or coded or plain)  # there is always one, if of no rows
-    spans = (n, n - length, keys.first, keys.stop, values.first, values.stop, low, high)
-    room = [count for pair in zip(keys.room(), values.room(), strict=True) for count in pair]
-    counts = _constants((*spans, *room, coded, plain, split, *steps))
-    total = split + coded + plain
-    lead = (total, groups, rows)
-    outputs = [((*lead, value_dim), mx.float32), (lead, mx.float32), (lead, mx.float32)]
-    parts = launch.run(main, [counts, *inputs, *keys.arrays(), *values.arrays()], outputs, (total, groups, others))
-    summed = [*parts, counts] if sinks is None else [*parts, counts, sinks]
-    shape, grid = (b, hq, length, value_dim), (1, groups * rows, 1)
-    if values.codes is None or values.codes.from_mix is None:
-        return launch.run(ends, summed, [(shape, q.dtype)], grid)[0]
-    of_codes, of_floats = launch.run(ends, summed, [((b, heads, rows, value_dim), mx.float32)] * 2, grid)
-    return (values.codes.from_mix(of_codes) + of_floats).astype(q.dtype).reshape(shape)
+        return (2 if mask.dtype == mx.bool_ else 3), mask.dtype
+    return (0 if mask is None else 1), None
 
 
 def _shares(rows: int, others: int) -> int:

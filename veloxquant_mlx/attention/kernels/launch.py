@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -21,7 +21,8 @@ Output = tuple[tuple[int, ...], mx.Dtype]
 class Program:
     """A kernel: ``body`` with its constants, made once and run many times by groups of ``32 * warps`` lanes.
 
-    ``headers`` are sources of this folder; ``shared`` are the bytes of what the source calls POOL (CUDA).
+    It is compiled for the dtypes of the arrays that it first gets, and all others must have the same. ``headers`` are
+    sources of this folder; ``shared`` are the bytes of what the source calls POOL (CUDA).
     """
 
     name: str
@@ -32,7 +33,7 @@ class Program:
     warps: int
     headers: tuple[str, ...] = ("readers.h",)
     shared: int = 0
-    compiled: dict[tuple[mx.Dtype, ...], Callable[..., list[mx.array]]] = field(default_factory=dict)
+    compiled: Callable[..., list[mx.array]] | None = None
 
     def constants(self) -> str:
         """The constants as preprocessor lines."""
@@ -74,12 +75,11 @@ def run(
 
     ``grid`` counts groups of lanes.
     """
-    dtypes = tuple([a.dtype for a in inputs])
-    kernel = program.compiled.get(dtypes)
+    kernel = program.compiled
     if kernel is None:
         back = backend()
         assert back is not None, "kernels need a GPU"
-        kernel = program.compiled[dtypes] = _compiled(back, program, dtypes)
+        kernel = program.compiled = _compiled(back, program, tuple([a.dtype for a in inputs]))
     x, y, z = grid
     return kernel(
         inputs=inputs,
