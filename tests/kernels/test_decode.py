@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.kernels import emulation
-from tests.kernels.cases import by_kernel, check, codec, product, queries, store, stream
+from tests.kernels.cases import by_kernel, check, codec, expected, product, queries, store, stream
 from tests.matrix import ROWS, Row, Shape, identical, tensors
 from veloxquant_mlx import KVCacheConfig
-from veloxquant_mlx.attention.kernels import decode, launch
+from veloxquant_mlx.attention.kernels import decode, launch, tensor
 from veloxquant_mlx.attention.kernels.sides import sides
 from veloxquant_mlx.attention.masks import Mask
 from veloxquant_mlx.cache.layer import CompressedKVCache
@@ -27,7 +27,7 @@ from veloxquant_mlx.codecs.pages import PagedAffine
 from veloxquant_mlx.codecs.sketch import SignSketch, Sketched, projections
 from veloxquant_mlx.codecs.transformed import Transformed
 from veloxquant_mlx.core.types import LayerInfo, Stream
-from veloxquant_mlx.transforms.rotation import rotation
+from veloxquant_mlx.transforms.rotation import RandomHadamard, rotation
 
 # Axes of five: run 5 a + b takes entry a + w b of axis w, so that every pair of entries of two axes occurs in 25 runs.
 REPEATS = (1, 3, 4, 6, 8)  # query heads per kv head; the axis of weight 0 is the head size
@@ -261,6 +261,32 @@ def test_the_order_of_lanes_does_not_matter(kind: str, monkeypatch: pytest.Monke
     once = by_kernel(held, q, "causal")
     monkeypatch.setattr(launch, "run", partial(emulation.run, backwards=True))
     assert identical(once, by_kernel(held, q, "causal"))
+
+
+def forbidden(self: RandomHadamard, x: mx.array) -> mx.array:
+    raise AssertionError("a rotation outside the kernel")
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("back", ["", "cuda"])
+def test_rotations(dim: int, twice: bool, back: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One Hadamard transform of 32 numbers or more is made by the kernels, others before and after them."""
+    inner: Codec = ScalarCodebook(dim, lloyd_max(4), 4)
+    for seed in range(1 + twice):
+        inner = Transformed(inner, rotation(dim, seed))
+    shape, half = (1, 2, dim, dim), mx.float16 if back else mx.float32
+    held, q = store(stream(inner), stream(inner, window=9), 150, shape, half), queries(shape, 3, 5, half)
+    if back:
+        monkeypatch.setattr(launch, "backend", lambda: back)
+        monkeypatch.setattr(tensor, "LEAST", 1)
+    wanted = expected(held, q, "causal")
+    if dim >= 32 and not twice:
+        monkeypatch.setattr(RandomHadamard, "forward", forbidden)
+        monkeypatch.setattr(RandomHadamard, "inverse", forbidden)
+    # On tensor cores half precision of scores of size 3 and of weights, as in test_tensor.py.
+    out = np.array(by_kernel(held, q, "causal").astype(mx.float32))
+    np.testing.assert_allclose(out, wanted, atol=6e-3 if back else 2e-5)
 
 
 def test_rows_of_another_dtype() -> None:

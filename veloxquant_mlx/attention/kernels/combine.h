@@ -38,6 +38,24 @@ for (int w = 0; w < WARPS; w++) total += totals[w];
 #if SINKS
 total += EXP2(sink - high);
 #endif
+#if BY_SIGNS
+if (WARP == 0) {  // which has the whole row: out of the basis of the codes by the Hadamard transform, then the signs
+  float x[DV / 32];
+  UNROLL
+  for (int i = 0; i < DV / 32; i++) {
+    x[i] = 0.0f;
+    for (int w = 0; w < WARPS; w++) x[i] += coded[w * DV + LANE + 32 * i];
+  }
+  hadamard(x, LANE);
+  UNROLL
+  for (int i = 0; i < DV / 32; i++) {
+    const int c = LANE + 32 * i;
+    float sum = x[i] * (NORM * signs[c]);
+    for (int w = 0; w < WARPS; w++) sum += plain[w * DV + c];
+    out[row * DV + c] = OUT(sum / total);
+  }
+}
+#else
 for (int c = WARP * 32 + LANE; c < DV; c += WARPS * 32) {
   float of_coded = 0.0f, of_plain = 0.0f;
   for (int w = 0; w < WARPS; w++) of_coded += coded[w * DV + c], of_plain += plain[w * DV + c];
@@ -48,3 +66,4 @@ for (int c = WARP * 32 + LANE; c < DV; c += WARPS * 32) {
   out[row * DV + c] = OUT((of_coded + of_plain) / total);
 #endif
 }
+#endif

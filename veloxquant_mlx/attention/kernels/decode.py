@@ -56,16 +56,17 @@ def _programs(call: Call) -> tuple[Program, Program]:
     defines |= call.keys.defines("K") | call.values.defines("V")
     defines |= {"KEYS": KINDS.index(call.keys.kind.upper()), "VALUES": KINDS.index(call.values.kind.upper())}
     defines |= {"MASK": call.mask, "HEADS": call.heads, "ROWS": held, "D": call.dim}
-    defines |= {"DT": call.keys.dim or call.dim, "TURNED": int(call.keys.turned), "SLOTS": -(-call.value_dim // 32)}
-    defines["SKETCH"] = call.keys.sketch
+    defines |= {"DT": call.keys.dim or call.dim, "TURNED": int(call.keys.turned > 0), "SLOTS": -(-call.value_dim // 32)}
+    defines |= {"SKETCH": call.keys.sketch, "BY_SIGNS": int(call.keys.turned == 2), "NORM": _norm(call.keys.dim)}
     # in the order of ``attention``
     inputs = ["counts", "scale", "q", *(["mask"] if call.mask > 1 else [])]
-    inputs += [name for name, used in (("qt", call.keys.turned), ("qs", call.keys.sketch)) if used]
+    inputs += [("qt", "q_signs")[call.keys.turned - 1]] if call.keys.turned else []
+    inputs += ["qs"] if call.keys.sketch else []
     names = (*inputs, *call.keys.names("k"), *call.values.names("v"))
     outputs = ("part", "part_top", "part_weight")
     if call.tensor:
         extra = tensor.defines(call.keys, call.values, call.rows, call.same_table)
-        shared = tensor.shared_bytes(call.keys, call.values, extra, call.rows * call.value_dim, WARPS)
+        shared = tensor.shared_bytes(call.keys, call.values, extra, call.rows, WARPS)
         body = f"if (GROUP_X < counts[16]) {{\nif (GROUP_Z > 0) return;\n{launch.text('tensor.h')}}} else {{\n"
         body += f"{launch.text('decode.h')}}}\n"
         shares = Program("tensor", body, defines | extra, names, outputs, WARPS, tensor.HEADERS, shared)
@@ -77,10 +78,15 @@ def _programs(call: Call) -> tuple[Program, Program]:
         "QUERY_HEADS": call.heads * call.rows // call.length,
         "SINKS": int(call.sinks),
     }
-    ends |= {"SPLIT": int(call.values.turned)}
+    ends |= {
+        "SPLIT": int(call.values.turned == 1),
+        "BY_SIGNS": int(call.values.turned == 2),
+        "NORM": _norm(call.value_dim),
+    }
     ends["OUT"] = str(call.dtype).removeprefix("mlx.core.").upper()
     summed = (*outputs, "counts", *(("sinks",) if call.sinks else ()))
-    results = ("of_codes", "of_floats") if call.values.turned else ("out",)
+    summed += ("signs",) if call.values.turned == 2 else ()
+    results = ("of_codes", "of_floats") if call.values.turned == 1 else ("out",)
     return shares, Program("combine", launch.text("combine.h"), ends, summed, results, 8)
 
 
@@ -124,11 +130,16 @@ class Plan:
             and tensor.readable(keys.form, values.form)
             and launch.backend() == "cuda"
         )
-        codes, self.turns = keys.codes, []
+        # What takes queries into the basis of the codes: a function, or what the kernel does it by.
+        codes, self.turns, self.back, self.back_signs = keys.codes, [], None, []
         if codes is not None:
             sketch = None if codes.sketch is None else codes.sketch.on_query
-            self.turns = [turn for turn in (codes.on_query, sketch) if turn is not None]
-        self.back = None if values.codes is None else values.codes.from_mix
+            turns = (codes.on_query if codes.signs is None else codes.signs, sketch)
+            self.turns = [turn for turn in turns if turn is not None]
+        if values.codes is not None and (signs := values.codes.signs) is not None:
+            self.back_signs = [signs]
+        elif values.codes is not None:
+            self.back = values.codes.from_mix
         same = codes is not None and values.codes is not None and codes.table is values.codes.table
         size = (self.groups, self.heads, self.rows, self.length, self.dim, self.value_dim)
         dtypes = (self.kind[1], self.sinks, *(a.dtype for a in (*keys.arrays(), *values.arrays())))
@@ -168,9 +179,9 @@ class Plan:
                 mask = mx.repeat(mask, self.hq // self.heads, axis=1)
             steps = _strides(mask)
             inputs.append(mask)
-        if self.turns:
-            rows_of_heads = q.reshape(self.b, self.heads, rows, self.dim)
-            inputs += [turn(rows_of_heads) for turn in self.turns]
+        for turn in self.turns:
+            by_signs = isinstance(turn, mx.array)
+            inputs.append(turn if by_signs else turn(q.reshape(self.b, self.heads, rows, self.dim)))
         of_float = n - stop + first
         split = tensor.shares(high - low, groups, WARPS) if fast else 0
         coded, plain = (_shares(count, groups * self.others) for count in (n - of_float - high + low, of_float))
@@ -185,7 +196,7 @@ class Plan:
         parts = launch.run(
             main, [counts, *inputs, *keys.arrays(), *values.arrays()], outputs, (total, groups, self.others)
         )
-        summed = [*parts, counts] if sinks is None else [*parts, counts, sinks]
+        summed = [*parts, counts, *([] if sinks is None else [sinks]), *self.back_signs]
         shape, grid = (*self.shape[:3], self.value_dim), (1, groups * rows, 1)
         if self.back is None:
             return launch.run(ends, summed, [(shape, self.dtype)], grid)[0]
@@ -193,6 +204,11 @@ class Plan:
             ends, summed, [((self.b, self.heads, rows, self.value_dim), mx.float32)] * 2, grid
         )
         return (self.back(of_codes) + of_floats).astype(self.dtype).reshape(shape)
+
+
+def _norm(dim: int) -> str:
+    """What makes the Hadamard transform of ``dim`` numbers orthonormal."""
+    return f"{max(dim, 1) ** -0.5!r}f"
 
 
 def _kind(mask: Mask) -> tuple[int, mx.Dtype | None]:

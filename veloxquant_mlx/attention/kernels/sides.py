@@ -28,6 +28,7 @@ WIDEST = 512  # numbers of a query in the basis of the codes: shared memory ends
 class Form(NamedTuple):
     """What a kernel is compiled for on one side. ``row`` are the words (bytes) of a row, ``groups`` its scales.
 
+    ``turned``: the codes have a basis of their own, queries are turned into it before (1) or by the kernel (2).
     ``sketch`` are the signs of what the codes miss.
     """
 
@@ -38,7 +39,7 @@ class Form(NamedTuple):
     group: int = 0
     groups: int = 1
     table: tuple[int, ...] = ()
-    turned: bool = False
+    turned: int = 0
     sketch: int = 0
 
     def names(self, side: str) -> tuple[str, ...]:
@@ -98,7 +99,7 @@ class Side:
             codes.group,
             codes.scales.shape[-1] if codes.kind == "token_affine" and codes.scales is not None else 1,
             codes.table.shape if codes.kind == "product" and codes.table is not None else (),
-            codes.on_query is not None,
+            2 if codes.signs is not None else int(codes.on_query is not None),
             codes.sketch.dim if codes.sketch is not None else 0,
         )
 
