@@ -28,6 +28,7 @@ TYPES = {
     mx.int32: "int32_t",
     mx.bool_: "bool",
 }
+NOTHING = {dtype: float("nan") for dtype in (mx.float32, mx.float16, mx.bfloat16)}
 
 
 def source(program: Program, inputs: Sequence[mx.array], outputs: Sequence[Output]) -> str:
@@ -108,12 +109,12 @@ def run(
     grid: tuple[int, int, int],
     backwards: bool = False,
 ) -> list[mx.array]:
-    """What ``launch.run`` does; outputs hold NaN where the kernel wrote nothing.
+    """What ``launch.run`` does; outputs hold NaN, integers 77 where the kernel wrote nothing.
 
-    ``backwards`` lets the last lane run first: a kernel without races does not notice.
+    ``backwards`` lets the last lane of the last group run first: a kernel without races does not notice.
     """
     given = [guarded(numbers(a)) for a in inputs]
-    made = [guarded(numbers(mx.full(shape, float("nan"), dtype))) for shape, dtype in outputs]
+    made = [guarded(numbers(mx.full(shape, NOTHING.get(dtype, 77), dtype))) for shape, dtype in outputs]
     pointers = (ctypes.c_void_p * (len(given) + len(made)))(*(a.ctypes.data for a in (*given, *made)))
     inside = built(source(program, inputs, outputs)).run(pointers, *grid, 32 * program.warps, backwards)
     assert inside, f"{program.name} reads or writes beyond the end of an array"

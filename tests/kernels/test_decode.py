@@ -77,8 +77,12 @@ def test_the_table_has_all_pairs() -> None:
 
 
 @pytest.mark.parametrize("run", range(25))
-def test_grid(run: int) -> None:
-    """Bits, groups, layouts of values, batches, sinks, windows, lengths and learned sinks take turns."""
+def test_grid(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits, groups, layouts of values, batches, sinks, windows, lengths and learned sinks take turns, and so do one
+    launch for everything and two.
+    """
+    if run % 2:
+        monkeypatch.setattr(launch, "backend", lambda: "cuda")
     d, r, at, m, k, t = drawn(run)
     dim, value_dim, repeats, length, bits = DIMS[d], DIMS[(d + run % 2) % 5], REPEATS[r], LENGTHS[at], 1 + run % 8
     query_dtype, dtype = DTYPES[t]
@@ -246,21 +250,41 @@ def test_parts_of_a_store(keys: Stream, values: Stream, n: int) -> None:
 
 @pytest.mark.parametrize("n", [65, 100, 127, 128, 129, 193, 500])
 @pytest.mark.parametrize("share", [1, 31, 33, 64, 4096])
-def test_shares(n: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("back", [None, "cuda"])
+def test_shares(n: int, share: int, back: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of a whole number of steps and not, shares that get no rows, one share for all."""
     monkeypatch.setattr(decode, "SHARE", share)
+    monkeypatch.setattr(launch, "backend", lambda: back)
     check(store(stream(CHANNEL, window=40), stream(TOKEN, window=37), n), queries((1, 2, 64, 64), 4, 2), "causal")
 
 
 @pytest.mark.parametrize("kind", ["token", "channel", "codebook", "product", "floats"])
-def test_the_order_of_lanes_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where lanes raced for shared memory, another order would give other numbers."""
+@pytest.mark.parametrize("back", [None, "cuda"])
+def test_the_order_of_lanes_does_not_matter(kind: str, back: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lanes raced for shared memory, or groups for the last place, another order would give other numbers."""
+    monkeypatch.setattr(launch, "backend", lambda: back)
     values = codec("token" if kind == "channel" else kind, 64, 5)
     held = store(stream(codec(kind, 64, 5), window=9), stream(values, window=20), 171)
     q = queries((1, 2, 64, 64), 3, 3)
     once = by_kernel(held, q, "causal")
     monkeypatch.setattr(launch, "run", partial(emulation.run, backwards=True))
     assert identical(once, by_kernel(held, q, "causal"))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_tickets_start_again(backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last group of every kv head makes the result, call after call; with more query rows than a group takes."""
+    monkeypatch.setattr(launch, "backend", lambda: "cuda")
+    monkeypatch.setattr(launch, "run", partial(emulation.run, backwards=backwards))
+    held = store(stream(TOKEN, window=9), stream(TOKEN, sinks=3), 171, SHAPE)
+    found, q = sides(held, 64), queries(SHAPE, 4, 5)
+    assert not isinstance(found, str)
+    plan = decode.Plan(*found, q, "causal", None, False)
+    for at in range(3):
+        x = q + at
+        assert identical(plan.tickets, mx.zeros(6, mx.uint32))
+        out = plan(x, 0.125, "causal", None, held.n)
+        np.testing.assert_allclose(np.array(out), expected(held, x, "causal"), atol=2e-5)  # as in ``check``
 
 
 def forbidden(self: RandomHadamard, x: mx.array) -> mx.array:

@@ -68,7 +68,7 @@ def test_half_precision_is_for_models_in_half_precision(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(launch, "run", run)
     attended(**FIELDS["kivi"])
-    assert set(names) == {"decode", "combine"}
+    assert set(names) == {"decode"}
     attended(rows=mx.float16, **FIELDS["kivi"])
     assert "tensor" in names
     names.clear()

@@ -17,7 +17,7 @@ SHARED float pool[ROWS * (QUERY_NUMBERS > DV ? QUERY_NUMBERS : DV)];
 #define sums pool
 for (int i = WARP * 32 + LANE; i < ROWS * D; i += WARPS * 32)
   query[i] = first_row + i / D < ALL_ROWS ? float(q[(head * ALL_ROWS + first_row) * D + i]) * scale[0] : 0.0f;
-#if BY_SIGNS
+#if QUERY_SIGNS
 for (int r = WARP; r < ROWS; r += WARPS) {
   float x[DT / 32];
   UNROLL
@@ -27,7 +27,7 @@ for (int r = WARP; r < ROWS; r += WARPS) {
   }
   hadamard(x, LANE);
   UNROLL
-  for (int i = 0; i < DT / 32; i++) turned[r * DT + LANE + 32 * i] = x[i] * (NORM * scale[0]);
+  for (int i = 0; i < DT / 32; i++) turned[r * DT + LANE + 32 * i] = x[i] * (QUERY_NORM * scale[0]);
 }
 #elif TURNED
 for (int i = WARP * 32 + LANE; i < ROWS * DT; i += WARPS * 32)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import mlx.core as mx
 
 from . import launch, tensor
-from .launch import Program
+from .launch import Output, Program
 from .sides import KINDS, Form, Side
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MASKS = ("OPEN", "CAUSAL", "BOOLEAN", "ADDITIVE")
 WARPS = 4  # groups of 32 lanes that work together
 ROWS = 8  # query rows whose sums a group of lanes holds
+TEAM = 8  # groups of 32 lanes that make one row of the result where that is a launch of its own
 GROUPS = 1056  # groups of lanes that a call is split into: enough for the largest GPUs
 SHARE = 256  # rows below which a share is not worth a group
 LOG2E = 1 / log(2)
@@ -43,51 +44,52 @@ class Call(NamedTuple):
     dtype: mx.Dtype
     tensor: bool
     same_table: bool
+    joined: bool
     dtypes: tuple[mx.Dtype | None, ...]
 
 
 @lru_cache(maxsize=512)
-def _programs(call: Call) -> tuple[Program, Program]:
-    """The program that takes the shares, and the one that sums them."""
+def _programs(call: Call) -> tuple[Program, ...]:
+    """The program that takes the shares, and the one that sums them where that is not ``joined`` to it."""
     held = min(call.rows, ROWS)
     shape = {"ALL_HEADS": call.groups, "ALL_ROWS": call.rows, "LENGTH": call.length, "DV": call.value_dim}
+    shape["SLOTS"] = -(-call.value_dim // 32)
     defines: dict[str, int | str] = {name: i for i, name in enumerate(KINDS)}
     defines |= {name: i for i, name in enumerate(MASKS)} | shape | {"WARPS": WARPS}
     defines |= call.keys.defines("K") | call.values.defines("V")
     defines |= {"KEYS": KINDS.index(call.keys.kind.upper()), "VALUES": KINDS.index(call.values.kind.upper())}
     defines |= {"MASK": call.mask, "HEADS": call.heads, "ROWS": held, "D": call.dim}
-    defines |= {"DT": call.keys.dim or call.dim, "TURNED": int(call.keys.turned > 0), "SLOTS": -(-call.value_dim // 32)}
-    defines |= {"SKETCH": call.keys.sketch, "BY_SIGNS": int(call.keys.turned == 2), "NORM": _norm(call.keys.dim)}
-    # in the order of ``attention``
+    defines |= {"DT": call.keys.dim or call.dim, "TURNED": int(call.keys.turned > 0), "SKETCH": call.keys.sketch}
+    defines |= {"QUERY_SIGNS": int(call.keys.turned == 2), "QUERY_NORM": _norm(call.keys.dim)}
+    # in the order of ``Plan``
     inputs = ["counts", "scale", "q", *(["mask"] if call.mask > 1 else [])]
     inputs += [("qt", "q_signs")[call.keys.turned - 1]] if call.keys.turned else []
     inputs += ["qs"] if call.keys.sketch else []
     names = (*inputs, *call.keys.names("k"), *call.values.names("v"))
     outputs = ("part", "part_top", "part_weight")
+    name, body, headers, shared = "decode", f"{{\n{launch.text('decode.h')}}}\n", ("readers.h",), 0
     if call.tensor:
-        extra = tensor.defines(call.keys, call.values, call.rows, call.same_table)
-        shared = tensor.shared_bytes(call.keys, call.values, extra, call.rows, WARPS)
-        body = f"if (GROUP_X < counts[16]) {{\nif (GROUP_Z > 0) return;\n{launch.text('tensor.h')}}} else {{\n"
-        body += f"{launch.text('decode.h')}}}\n"
-        shares = Program("tensor", body, defines | extra, names, outputs, WARPS, tensor.HEADERS, shared)
-    else:
-        shares = Program("decode", launch.text("decode.h"), defines, names, outputs, WARPS)
-    ends: dict[str, int | str] = {
-        **shape,
-        "WARPS": 8,
-        "QUERY_HEADS": call.heads * call.rows // call.length,
-        "SINKS": int(call.sinks),
-    }
-    ends |= {
-        "SPLIT": int(call.values.turned == 1),
-        "BY_SIGNS": int(call.values.turned == 2),
-        "NORM": _norm(call.value_dim),
-    }
-    ends["OUT"] = str(call.dtype).removeprefix("mlx.core.").upper()
-    summed = (*outputs, "counts", *(("sinks",) if call.sinks else ()))
-    summed += ("signs",) if call.values.turned == 2 else ()
+        name, headers = "tensor", tensor.HEADERS
+        defines |= tensor.defines(call.keys, call.values, call.rows, call.same_table)
+        shared = tensor.shared_bytes(call.keys, call.values, defines, call.rows, WARPS)
+        body = f"if (GROUP_X < counts[16]) {{\nif (GROUP_Z == 0) {{\n{launch.text('tensor.h')}}}\n}} else {body}"
+
+    ends: dict[str, int | str] = {"QUERY_HEADS": call.heads * call.rows // call.length, "SINKS": int(call.sinks)}
+    ends |= {"SPLIT": int(call.values.turned == 1), "OUT_SIGNS": int(call.values.turned == 2)}
+    ends |= {"OUT_NORM": _norm(call.value_dim), "OUT": str(call.dtype).removeprefix("mlx.core.").upper()}
+    also = (*(("sinks",) if call.sinks else ()), *(("out_signs",) if call.values.turned == 2 else ()))
     results = ("of_codes", "of_floats") if call.values.turned == 1 else ("out",)
-    return shares, Program("combine", launch.text("combine.h"), ends, summed, results, 8)
+    if not call.joined:
+        shares = Program(name, body, defines, names, outputs, WARPS, headers, shared)
+        ends |= shape | {"TEAM": TEAM, "MEMBER": "WARP"}
+        body = f"const int row = GROUP_Y;\n{launch.text('combine.h')}"
+        return shares, Program("combine", body, ends, (*outputs, "counts", *also), results, TEAM)
+    # A group of lanes has as many rows as there are: a warp for each of them.
+    defines |= ends | {"TEAM": 1, "MEMBER": 0, "OTHERS": _others(call.rows)}
+    body += f"{launch.text('last.h')}for (int r = WARP; r < ALL_ROWS; r += WARPS) {{\n"
+    body += f"const int row = GROUP_Y * ALL_ROWS + r;\n{launch.text('combine.h')}}}\n"
+    names, outputs = (*names, "tickets", *also), (*outputs, "next_tickets", *results)
+    return (Program(name, body, defines, names, outputs, WARPS, headers, shared),)
 
 
 @lru_cache
@@ -121,14 +123,17 @@ class Plan:
         self.b, self.hq, self.length, self.dim = q.shape
         self.heads, self.value_dim = keys.stream.heads, values.stream.dim
         self.groups, self.rows = self.b * self.heads, self.hq // self.heads * self.length
-        self.others = -(-self.rows // ROWS) if self.rows > ROWS else 1
+        self.others = _others(self.rows)
+        # Metal has no order between the groups of lanes of one launch.
+        self.joined = launch.backend() == "cuda"
+        self.tickets = mx.zeros(self.groups, mx.uint32)
         # tensor cores see no masks: the rows that they take are in sight of all queries
         self.fast = (
             half
             and self.rows <= tensor.ROWS
             and not isinstance(mask, mx.array)
             and tensor.readable(keys.form, values.form)
-            and launch.backend() == "cuda"
+            and self.joined
         )
         # What takes queries into the basis of the codes: a function, or what the kernel does it by.
         codes, self.turns, self.back, self.back_signs = keys.codes, [], None, []
@@ -143,7 +148,9 @@ class Plan:
         same = codes is not None and values.codes is not None and codes.table is values.codes.table
         size = (self.groups, self.heads, self.rows, self.length, self.dim, self.value_dim)
         dtypes = (self.kind[1], self.sinks, *(a.dtype for a in (*keys.arrays(), *values.arrays())))
-        call = Call(keys.form, values.form, *size, self.kind[0], sinks is not None, q.dtype, False, same, dtypes)
+        call = Call(
+            keys.form, values.form, *size, self.kind[0], sinks is not None, q.dtype, False, same, self.joined, dtypes
+        )
         self.programs = [_programs(call._replace(tensor=fast)) for fast in (False, True)[: 1 + self.fast]]
         self.scales: dict[float, mx.array] = {}
 
@@ -190,20 +197,25 @@ class Plan:
         spans = (n, n - length, key_first, key_stop, first, stop, low, high)
         counts = _constants((*spans, k_room, v_room, k_sinks, v_sinks, k_tail, v_tail, coded, plain, split, *steps))
         total = split + coded + plain
-        main, ends = self.programs[fast]
-        lead = (total, groups, rows)
-        outputs = [((*lead, self.value_dim), mx.float32), (lead, mx.float32), (lead, mx.float32)]
-        parts = launch.run(
-            main, [counts, *inputs, *keys.arrays(), *values.arrays()], outputs, (total, groups, self.others)
-        )
-        summed = [*parts, counts, *([] if sinks is None else [sinks]), *self.back_signs]
-        shape, grid = (*self.shape[:3], self.value_dim), (1, groups * rows, 1)
+        main, *ends = self.programs[fast]
+        lead, width, dtype = (total, groups, rows), self.value_dim, mx.float32
+        outputs = [((*lead, width), dtype), (lead, dtype), (lead, dtype)]
+        inputs = [counts, *inputs, *keys.arrays(), *values.arrays()]
+        also = [*([] if sinks is None else [sinks]), *self.back_signs]
+        shape = (*self.shape[:3], width)
+        wanted: list[Output] = [(shape, self.dtype)]
+        if self.back is not None:
+            wanted = [((self.b, self.heads, rows, width), dtype)] * 2
+        if ends:
+            parts = launch.run(main, inputs, outputs, (total, groups, self.others))
+            made = launch.run(ends[0], [*parts, counts, *also], wanted, (1, groups * rows, 1))
+        else:
+            outputs += [((groups,), mx.uint32), *wanted]
+            made = launch.run(main, [*inputs, self.tickets, *also], outputs, (total, groups, self.others))[3:]
+            self.tickets = made.pop(0)
         if self.back is None:
-            return launch.run(ends, summed, [(shape, self.dtype)], grid)[0]
-        of_codes, of_floats = launch.run(
-            ends, summed, [((self.b, self.heads, rows, self.value_dim), mx.float32)] * 2, grid
-        )
-        return (self.back(of_codes) + of_floats).astype(self.dtype).reshape(shape)
+            return made[0]
+        return (self.back(made[0]) + made[1]).astype(self.dtype).reshape(shape)
 
 
 def _norm(dim: int) -> str:
@@ -216,6 +228,11 @@ def _kind(mask: Mask) -> tuple[int, mx.Dtype | None]:
     if isinstance(mask, mx.array):
         return (2 if mask.dtype == mx.bool_ else 3), mask.dtype
     return (0 if mask is None else 1), None
+
+
+def _others(rows: int) -> int:
+    """Groups of lanes that take the query rows of a kv head."""
+    return -(-rows // ROWS) if rows > ROWS else 1
 
 
 def _shares(rows: int, others: int) -> int:

@@ -52,7 +52,7 @@ POOL(pool);
 SHARED float tops[WARPS * 16], weights[WARPS * 16];
 uint8_t* stages = reinterpret_cast<uint8_t*>(pool + K_TABLE_WORDS + V_TABLE_WORDS) + WARP * STAGES * STAGE_BYTES;
 
-#if BY_SIGNS
+#if QUERY_SIGNS
 // Queries in the basis of the codes lie where codes will be.
 float* turned = reinterpret_cast<float*>(pool + K_TABLE_WORDS + V_TABLE_WORDS);
 for (int row = WARP; row < ALL_ROWS; row += WARPS) {
@@ -62,7 +62,7 @@ for (int row = WARP; row < ALL_ROWS; row += WARPS) {
     x[i] = float(q[(head * ALL_ROWS + row) * DT + LANE + 32 * i]) * q_signs[LANE + 32 * i];
   hadamard(x, LANE);
   UNROLL
-  for (int i = 0; i < DT / 32; i++) turned[row * DT + LANE + 32 * i] = x[i] * (NORM * scale[0]);
+  for (int i = 0; i < DT / 32; i++) turned[row * DT + LANE + 32 * i] = x[i] * (QUERY_NORM * scale[0]);
 }
 #define QUERY_AT(row, c) turned[(row) * DT + (c)]
 #else
@@ -103,7 +103,7 @@ for (int s = 0; s < STEPS; s++) {
     }
   }
 }
-#if BY_SIGNS
+#if QUERY_SIGNS
 BARRIER();  // before codes are asked for
 #endif
 
