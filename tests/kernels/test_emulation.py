@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels import emulation
 from tests.matrix import identical
-from veloxquant_mlx.attention.kernels.launch import Program
+from veloxquant_mlx.attention.kernels.launch import Program, shortened
 
 
 @pytest.fixture
@@ -60,3 +60,31 @@ def test_arrays_have_an_end(kernel, source: str) -> None:
 
 def test_what_is_not_written_is_nan(kernel) -> None:
     assert mx.isnan(kernel("if (LANE < 31) out[WARP * 32 + LANE] = 1.0f;", X)).sum().item() == 2
+
+
+def test_sources_are_shortened() -> None:
+    """Branches that constants rule out go, with those inside them; what is no constant stays as it is."""
+    source = """// text
+    #if A == TWO
+      two;  // more
+    #if B > 3
+      large;
+    #else
+      small;
+    #endif
+    #elif B
+      b;
+    #else
+      neither;
+    #endif
+    #if OWN == 1
+      own;
+    #else
+      other;
+    #endif
+    #define M(x)            \\
+      x
+    """
+    rest = "#if OWN == 1\nown;\n#else\nother;\n#endif\n#define M(x) \\\nx\n"
+    for a, b, left in ((2, 5, "two;\nlarge;\n"), (2, 3, "two;\nsmall;\n"), (1, 4, "b;\n"), (1, 0, "neither;\n")):
+        assert shortened(source, {"A": a, "TWO": 2, "B": b}) == left + rest

@@ -20,6 +20,7 @@ MASKS = ("OPEN", "CAUSAL", "BOOLEAN", "ADDITIVE")
 WARPS = 4  # groups of 32 lanes that work together
 ROWS = 8  # query rows whose sums a group of lanes holds
 TEAM = 8  # groups of 32 lanes that make one row of the result where that is a launch of its own
+CHAINS = 16  # launches of one plan that may run side by side
 GROUPS = 1056  # groups of lanes that a call is split into: enough for the largest GPUs
 SHARE = 256  # rows below which a share is not worth a group
 LOG2E = 1 / log(2)
@@ -126,7 +127,8 @@ class Plan:
         self.others = _others(self.rows)
         # Metal has no order between the groups of lanes of one launch.
         self.joined = launch.backend() == "cuda"
-        self.tickets = mx.zeros(self.groups, mx.uint32)
+        # Each launch waits for the one whose tickets it has. Those of a group that is evaluated at once need not.
+        self.tickets = [mx.zeros(self.groups, mx.uint32) for _ in range(CHAINS if self.joined else 0)]
         # tensor cores see no masks: the rows that they take are in sight of all queries
         self.fast = (
             half
@@ -211,8 +213,9 @@ class Plan:
             made = launch.run(ends[0], [*parts, counts, *also], wanted, (1, groups * rows, 1))
         else:
             outputs += [((groups,), mx.uint32), *wanted]
-            made = launch.run(main, [*inputs, self.tickets, *also], outputs, (total, groups, self.others))[3:]
-            self.tickets = made.pop(0)
+            inputs += [self.tickets.pop(0), *also]
+            made = launch.run(main, inputs, outputs, (total, groups, self.others))[3:]
+            self.tickets.append(made.pop(0))
         if self.back is None:
             return made[0]
         return (self.back(made[0]) + made[1]).astype(self.dtype).reshape(shape)
