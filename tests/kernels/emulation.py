@@ -16,6 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from veloxquant_mlx.attention.kernels import launch
 from veloxquant_mlx.attention.kernels.launch import Output, Program
 
 HERE = Path(__file__).parent
@@ -37,11 +38,11 @@ def source(program: Program, inputs: Sequence[mx.array], outputs: Sequence[Outpu
     arrays += [(name, f"{TYPES[dtype]}*") for name, (_, dtype) in zip(program.outputs, outputs, strict=True)]
     taken = "".join(f"  {kind} {name} = ({kind})arrays[{i}];\n" for i, (name, kind) in enumerate(arrays))
     # what this file has of its own
-    header, body = replace(program, headers=tuple(name for name in program.headers if name != "pairs.h")).texts()
+    header = replace(program, headers=tuple(name for name in program.headers if name != "pairs.h")).header
     return (
         '#include "emulate.h"\n'
-        + header
-        + f"static void kernel(void** arrays) {{\n{taken}{body}}}\n"
+        + launch.whole(header)
+        + f"static void kernel(void** arrays) {{\n{taken}{launch.whole(program.body)}}}\n"
         + 'extern "C" int run(void** arrays, int x, int y, int z, int threads, int backwards) {\n'
         + "  return guarded(kernel, arrays, x, y, z, threads, backwards ? -1 : 1);\n}\n"
     )

@@ -39,7 +39,7 @@ class Kernels:
         plan = self._plan
         if plan is None or not plan.fits(store, q, mask, sinks) or launch.backend() is None:
             return None
-        return plan(q, scale, mask, sinks, store.n)
+        return plan(q, scale, mask, sinks, plan.keys.stop + store.keys.tail.n)
 
     def attend(
         self, store: Store, q: mx.array, scale: float, mask: Mask, sinks: mx.array | None, plain: bool

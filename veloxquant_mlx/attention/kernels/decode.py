@@ -68,12 +68,12 @@ def _programs(call: Call) -> tuple[Program, ...]:
     inputs += ["qs"] if call.keys.sketch else []
     names = (*inputs, *call.keys.names("k"), *call.values.names("v"))
     outputs = ("part", "part_top", "part_weight")
-    name, body, headers, shared = "decode", f"{{\n{launch.text('decode.h')}}}\n", ("readers.h",), 0
+    name, body, headers, shared = "decode", '{\n#include "decode.h"\n}\n', ("readers.h",), 0
     if call.tensor:
         name, headers = "tensor", tensor.HEADERS
         defines |= tensor.defines(call.keys, call.values, call.rows, call.same_table)
         shared = tensor.shared_bytes(call.keys, call.values, defines, call.rows, WARPS)
-        body = f"if (GROUP_X < counts[16]) {{\nif (GROUP_Z == 0) {{\n{launch.text('tensor.h')}}}\n}} else {body}"
+        body = f'if (GROUP_X < counts[16]) {{\nif (GROUP_Z == 0) {{\n#include "tensor.h"\n}}\n}} else {body}'
 
     ends: dict[str, int | str] = {"QUERY_HEADS": call.heads * call.rows // call.length, "SINKS": int(call.sinks)}
     ends |= {"SPLIT": int(call.values.turned == 1), "OUT_SIGNS": int(call.values.turned == 2)}
@@ -83,12 +83,12 @@ def _programs(call: Call) -> tuple[Program, ...]:
     if not call.joined:
         shares = Program(name, body, defines, names, outputs, WARPS, headers, shared)
         ends |= shape | {"TEAM": TEAM, "MEMBER": "WARP"}
-        body = f"const int row = GROUP_Y;\n{launch.text('combine.h')}"
+        body = 'const int row = GROUP_Y;\n#include "combine.h"\n'
         return shares, Program("combine", body, ends, (*outputs, "counts", *also), results, TEAM)
     # A group of lanes has as many rows as there are: a warp for each of them.
     defines |= ends | {"TEAM": 1, "MEMBER": 0, "OTHERS": _others(call.rows)}
-    body += f"{launch.text('last.h')}for (int r = WARP; r < ALL_ROWS; r += WARPS) {{\n"
-    body += f"const int row = GROUP_Y * ALL_ROWS + r;\n{launch.text('combine.h')}}}\n"
+    body += '#include "last.h"\nfor (int r = WARP; r < ALL_ROWS; r += WARPS) {\n'
+    body += 'const int row = GROUP_Y * ALL_ROWS + r;\n#include "combine.h"\n}\n'
     names, outputs = (*names, "tickets", *also), (*outputs, "next_tickets", *results)
     return (Program(name, body, defines, names, outputs, WARPS, headers, shared),)
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-COMMENT = re.compile(r"//.*")
-BEFORE_BREAK = re.compile(r"\s+\\$")
-CONDITION = re.compile(r"#\s*(?:el)?if (\w+)(?: (==|!=|>) (\w+))?$")
-COMPARE = {"==": operator.eq, "!=": operator.ne, ">": operator.gt}
+FOLDER = files("veloxquant_mlx.attention.kernels")
+INCLUDE = re.compile(r'#include "(\w+\.h)"')
 
 Output = tuple[tuple[int, ...], mx.Dtype]
 
@@ -39,62 +37,30 @@ class Program:
     shared: int = 0
     compiled: Callable[..., list[mx.array]] | None = None
 
-    def texts(self) -> tuple[str, str]:
-        """Headers with the constants, and the body: no more of them than these constants leave.
-
-        MLX copies the text at every call.
-        """
+    @property
+    def header(self) -> str:
+        """The constants as preprocessor lines, and the headers."""
         constants = "".join(f"#define {name} {value}\n" for name, value in self.defines.items())
-        headers = "".join(map(text, self.headers))
-        return constants + shortened(headers, self.defines), shortened(self.body, self.defines)
+        return constants + "".join(f'#include "{name}"\n' for name in self.headers)
 
 
 @cache
 def text(name: str) -> str:
     """A source of this folder."""
-    return files("veloxquant_mlx.attention.kernels").joinpath(name).read_text(encoding="utf-8")
+    return FOLDER.joinpath(name).read_text(encoding="utf-8")
 
 
-def shortened(source: str, defines: dict[str, int | str]) -> str:
-    """``source`` without comments, indents and the branches that ``defines`` rule out.
-
-    Conditions that compare anything else than constants stay, with their branches.
-    """
-    out: list[str] = []
-    # One entry for each #if around a line: whether the branch is taken, whether one was; None where it stays as it is.
-    around: list[tuple[bool, bool] | None] = []
-    for full in source.splitlines():
-        line = BEFORE_BREAK.sub(r" \\", COMMENT.sub("", full).strip())
-        taken = all(entry is None or entry[0] for entry in around)
-        if line.startswith("#if"):
-            true = _true(line, defines) if taken else False
-            around.append(None if true is None else (true, true))
-            if true is not None:
-                continue
-        elif line.startswith(("#el", "#endif")) and (entry := around.pop()) is not None:
-            was = entry[1]
-            if not line.startswith("#endif"):
-                true = not was and (line == "#else" or _true(line, defines))
-                assert true is not None, f"{line} follows a condition of constants"
-                around.append((true, was or true))
-            continue
-        elif line.startswith("#el"):
-            around.append(None)
-        if line and taken:
-            out.append(line + "\n")
-    return "".join(out)
+def whole(source: str) -> str:
+    """``source`` with the sources of this folder that it includes."""
+    return INCLUDE.sub(lambda found: text(found[1]), source)
 
 
-def _true(line: str, defines: dict[str, int | str]) -> bool | None:
-    """Whether the condition of an #if or #elif is true; None if it is not about ``defines`` alone."""
-    found = CONDITION.match(line)
-    if found is None:
-        return None
-    name, sign, other = found.groups()
-    a, b = defines.get(name), 0 if other is None else int(other) if other.isdigit() else defines.get(other)
-    if not isinstance(a, int) or not isinstance(b, int):
-        return None
-    return COMPARE["!=" if sign is None else sign](a, b)
+def _pointed(source: str) -> str:
+    """``source`` with the places of the sources that it includes, where they have one that a line can name."""
+    folder = FOLDER
+    if not isinstance(folder, Path) or '"' in str(folder):
+        return whole(source)
+    return INCLUDE.sub(lambda found: f'#include "{folder.as_posix()}/{found[1]}"', source)
 
 
 def backend() -> str | None:
@@ -105,11 +71,13 @@ def backend() -> str | None:
 
 
 def _compiled(back: str, program: Program, dtypes: tuple[mx.Dtype, ...]) -> Callable[..., list[mx.array]]:
-    header, body = program.texts()
-    header, body = shortened(text(f"{back}.h"), {}) + header, shortened(text(f"{back}_lanes.h"), {}) + body
+    header = f'#include "{back}.h"\n{program.header}'
+    body = f'#include "{back}_lanes.h"\n{program.body}'
     # MLX knows compiled kernels by their names, whatever the dtypes of their arrays.
-    key = hashlib.sha256((header + body + repr(dtypes)).encode()).hexdigest()[:16]
-    names: dict[str, Any] = {"name": f"veloxquant_{program.name}_{key}", "source": body, "header": header}
+    key = hashlib.sha256((whole(header + body) + repr(dtypes)).encode()).hexdigest()[:16]
+    # It copies the text at every call: the compiler of CUDA can look up itself what is included.
+    given = _pointed if back == "cuda" else whole
+    names: dict[str, Any] = {"name": f"veloxquant_{program.name}_{key}", "source": given(body), "header": given(header)}
     names |= {"input_names": program.inputs, "output_names": program.outputs}
     kernel: Any
     if back == "cuda":
