@@ -127,8 +127,9 @@ class Plan:
         self.others = _others(self.rows)
         # Metal has no order between the groups of lanes of one launch.
         self.joined = launch.backend() == "cuda"
-        # Each launch waits for the one whose tickets it has. Those of a group that is evaluated at once need not.
-        self.tickets = [mx.zeros(self.groups, mx.uint32) for _ in range(CHAINS if self.joined else 0)]
+        # Tickets of the latest launches. A launch waits for the one whose tickets it takes; calls that are evaluated
+        # together need not wait for each other.
+        self.tickets: list[mx.array] = []
         # tensor cores see no masks: the rows that they take are in sight of all queries
         self.fast = (
             half
@@ -213,7 +214,8 @@ class Plan:
             made = launch.run(ends[0], [*parts, counts, *also], wanted, (1, groups * rows, 1))
         else:
             outputs += [((groups,), mx.uint32), *wanted]
-            inputs += [self.tickets.pop(0), *also]
+            known = len(self.tickets) == CHAINS
+            inputs += [self.tickets.pop(0) if known else mx.zeros(groups, mx.uint32), *also]
             made = launch.run(main, inputs, outputs, (total, groups, self.others))[3:]
             self.tickets.append(made.pop(0))
         if self.back is None:
