@@ -53,8 +53,16 @@ class Call(NamedTuple):
 def _programs(call: Call) -> tuple[Program, ...]:
     """The program that takes the shares, and the one that sums them where that is not ``joined`` to it."""
     held = min(call.rows, ROWS)
-    shape = {"ALL_HEADS": call.groups, "ALL_ROWS": call.rows, "LENGTH": call.length, "DV": call.value_dim}
+    shape: dict[str, int | str] = {
+        "ALL_HEADS": call.groups,
+        "ALL_ROWS": call.rows,
+        "LENGTH": call.length,
+        "DV": call.value_dim,
+    }
     shape["SLOTS"] = -(-call.value_dim // 32)
+    # One array for sums, largest scores and weights: each output costs MLX half a microsecond or more.
+    shape |= {"SHARE_ROWS": f"(size_t(counts[14] + counts[15] + counts[16]) * {call.groups * call.rows})"}
+    shape |= {"part_top": "(part + SHARE_ROWS * DV)", "part_weight": "(part_top + SHARE_ROWS)"}
     defines: dict[str, int | str] = {name: i for i, name in enumerate(KINDS)}
     defines |= {name: i for i, name in enumerate(MASKS)} | shape | {"WARPS": WARPS}
     defines |= call.keys.defines("K") | call.values.defines("V")
@@ -67,7 +75,7 @@ def _programs(call: Call) -> tuple[Program, ...]:
     inputs += [("qt", "q_signs")[call.keys.turned - 1]] if call.keys.turned else []
     inputs += ["qs"] if call.keys.sketch else []
     names = (*inputs, *call.keys.names("k"), *call.values.names("v"))
-    outputs = ("part", "part_top", "part_weight")
+    outputs = ("part",)
     name, body, headers, shared = "decode", '{\n#include "decode.h"\n}\n', ("readers.h",), 0
     if call.tensor:
         name, headers = "tensor", tensor.HEADERS
@@ -201,8 +209,8 @@ class Plan:
         counts = _constants((*spans, k_room, v_room, k_sinks, v_sinks, k_tail, v_tail, coded, plain, split, *steps))
         total = split + coded + plain
         main, *ends = self.programs[fast]
-        lead, width, dtype = (total, groups, rows), self.value_dim, mx.float32
-        outputs = [((*lead, width), dtype), (lead, dtype), (lead, dtype)]
+        width, dtype = self.value_dim, mx.float32
+        outputs: list[Output] = [((total * groups * rows * (width + 2),), dtype)]
         inputs = [counts, *inputs, *keys.arrays(), *values.arrays()]
         also = [*([] if sinks is None else [sinks]), *self.back_signs]
         shape = (*self.shape[:3], width)
@@ -216,7 +224,7 @@ class Plan:
             outputs += [((groups,), mx.uint32), *wanted]
             known = len(self.tickets) == CHAINS
             inputs += [self.tickets.pop(0) if known else mx.zeros(groups, mx.uint32), *also]
-            made = launch.run(main, inputs, outputs, (total, groups, self.others))[3:]
+            made = launch.run(main, inputs, outputs, (total, groups, self.others))[1:]
             self.tickets.append(made.pop(0))
         if self.back is None:
             return made[0]
