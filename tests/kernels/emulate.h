@@ -15,6 +15,7 @@
 #define THREAD
 #define EXP2(x) exp2f(x)
 #define UNROLL
+#define SOME_UNROLL
 
 typedef _Float16 half;
 struct bfloat {
@@ -102,6 +103,13 @@ static bool any_lane(bool x) {
   return out;
 }
 
+static void FENCE() {}
+static unsigned ticket(unsigned* at, unsigned last) {
+  const unsigned mine = *at;
+  *at = mine == last ? 0 : mine + 1;
+  return mine;
+}
+
 static void (*body)(void**);
 static void** arguments;
 static void entry() {
@@ -116,9 +124,12 @@ static void launch(void (*kernel)(void**), void** args, int gx, int gy, int gz, 
   arguments = args;
   const int stack = 256 << 10;
   std::unique_ptr<char[]> stacks(new char[size_t(threads) * stack]);
-  for (group_z = 0; group_z < gz; group_z++)
-    for (group_y = 0; group_y < gy; group_y++)
-      for (group_x = 0; group_x < gx; group_x++) {
+  for (int z = 0; z < gz; z++)
+    for (int y = 0; y < gy; y++)
+      for (int x = 0; x < gx; x++) {
+        group_x = order > 0 ? x : gx - 1 - x;
+        group_y = order > 0 ? y : gy - 1 - y;
+        group_z = order > 0 ? z : gz - 1 - z;
         lanes.assign(threads, Lane());
         for (int i = 0; i < threads; i++) {
           Lane& lane = lanes[i];

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,7 @@ TYPES = {
     mx.int32: "int32_t",
     mx.bool_: "bool",
 }
+NOTHING = {dtype: float("nan") for dtype in (mx.float32, mx.float16, mx.bfloat16)}
 
 
 def source(program: Program, inputs: Sequence[mx.array], outputs: Sequence[Output]) -> str:
@@ -35,11 +37,12 @@ def source(program: Program, inputs: Sequence[mx.array], outputs: Sequence[Outpu
     arrays = [(name, f"const {TYPES[a.dtype]}*") for name, a in zip(program.inputs, inputs, strict=True)]
     arrays += [(name, f"{TYPES[dtype]}*") for name, (_, dtype) in zip(program.outputs, outputs, strict=True)]
     taken = "".join(f"  {kind} {name} = ({kind})arrays[{i}];\n" for i, (name, kind) in enumerate(arrays))
+    # what this file has of its own
+    header = replace(program, headers=tuple(name for name in program.headers if name != "pairs.h")).header
     return (
         '#include "emulate.h"\n'
-        + program.constants()
-        + "".join(launch.text(name) for name in program.headers if name != "pairs.h")
-        + f"static void kernel(void** arrays) {{\n{taken}{program.body}}}\n"
+        + launch.whole(header)
+        + f"static void kernel(void** arrays) {{\n{taken}{launch.whole(program.body)}}}\n"
         + 'extern "C" int run(void** arrays, int x, int y, int z, int threads, int backwards) {\n'
         + "  return guarded(kernel, arrays, x, y, z, threads, backwards ? -1 : 1);\n}\n"
     )
@@ -108,12 +111,12 @@ def run(
     grid: tuple[int, int, int],
     backwards: bool = False,
 ) -> list[mx.array]:
-    """What ``launch.run`` does; outputs hold NaN where the kernel wrote nothing.
+    """What ``launch.run`` does; outputs hold NaN, integers 77 where the kernel wrote nothing.
 
-    ``backwards`` lets the last lane run first: a kernel without races does not notice.
+    ``backwards`` lets the last lane of the last group run first: a kernel without races does not notice.
     """
     given = [guarded(numbers(a)) for a in inputs]
-    made = [guarded(numbers(mx.full(shape, float("nan"), dtype))) for shape, dtype in outputs]
+    made = [guarded(numbers(mx.full(shape, NOTHING.get(dtype, 77), dtype))) for shape, dtype in outputs]
     pointers = (ctypes.c_void_p * (len(given) + len(made)))(*(a.ctypes.data for a in (*given, *made)))
     inside = built(source(program, inputs, outputs)).run(pointers, *grid, 32 * program.warps, backwards)
     assert inside, f"{program.name} reads or writes beyond the end of an array"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.kernels import emulation
-from tests.kernels.cases import by_kernel, check, codec, product, queries, store, stream
+from tests.kernels.cases import by_kernel, check, codec, expected, product, queries, store, stream
 from tests.matrix import ROWS, Row, Shape, identical, tensors
 from veloxquant_mlx import KVCacheConfig
-from veloxquant_mlx.attention.kernels import decode, launch
+from veloxquant_mlx.attention.kernels import decode, launch, tensor
 from veloxquant_mlx.attention.kernels.sides import sides
 from veloxquant_mlx.attention.masks import Mask
 from veloxquant_mlx.cache.layer import CompressedKVCache
@@ -27,7 +27,7 @@ from veloxquant_mlx.codecs.pages import PagedAffine
 from veloxquant_mlx.codecs.sketch import SignSketch, Sketched, projections
 from veloxquant_mlx.codecs.transformed import Transformed
 from veloxquant_mlx.core.types import LayerInfo, Stream
-from veloxquant_mlx.transforms.rotation import rotation
+from veloxquant_mlx.transforms.rotation import RandomHadamard, rotation
 
 # Axes of five: run 5 a + b takes entry a + w b of axis w, so that every pair of entries of two axes occurs in 25 runs.
 REPEATS = (1, 3, 4, 6, 8)  # query heads per kv head; the axis of weight 0 is the head size
@@ -77,8 +77,12 @@ def test_the_table_has_all_pairs() -> None:
 
 
 @pytest.mark.parametrize("run", range(25))
-def test_grid(run: int) -> None:
-    """Bits, groups, layouts of values, batches, sinks, windows, lengths and learned sinks take turns."""
+def test_grid(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits, groups, layouts of values, batches, sinks, windows, lengths and learned sinks take turns, and so do one
+    launch for everything and two.
+    """
+    if run % 2:
+        monkeypatch.setattr(launch, "backend", lambda: "cuda")
     d, r, at, m, k, t = drawn(run)
     dim, value_dim, repeats, length, bits = DIMS[d], DIMS[(d + run % 2) % 5], REPEATS[r], LENGTHS[at], 1 + run % 8
     query_dtype, dtype = DTYPES[t]
@@ -246,21 +250,69 @@ def test_parts_of_a_store(keys: Stream, values: Stream, n: int) -> None:
 
 @pytest.mark.parametrize("n", [65, 100, 127, 128, 129, 193, 500])
 @pytest.mark.parametrize("share", [1, 31, 33, 64, 4096])
-def test_shares(n: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("back", [None, "cuda"])
+def test_shares(n: int, share: int, back: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of a whole number of steps and not, shares that get no rows, one share for all."""
     monkeypatch.setattr(decode, "SHARE", share)
+    monkeypatch.setattr(launch, "backend", lambda: back)
     check(store(stream(CHANNEL, window=40), stream(TOKEN, window=37), n), queries((1, 2, 64, 64), 4, 2), "causal")
 
 
 @pytest.mark.parametrize("kind", ["token", "channel", "codebook", "product", "floats"])
-def test_the_order_of_lanes_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where lanes raced for shared memory, another order would give other numbers."""
+@pytest.mark.parametrize("back", [None, "cuda"])
+def test_the_order_of_lanes_does_not_matter(kind: str, back: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lanes raced for shared memory, or groups for the last place, another order would give other numbers."""
+    monkeypatch.setattr(launch, "backend", lambda: back)
     values = codec("token" if kind == "channel" else kind, 64, 5)
     held = store(stream(codec(kind, 64, 5), window=9), stream(values, window=20), 171)
     q = queries((1, 2, 64, 64), 3, 3)
     once = by_kernel(held, q, "causal")
     monkeypatch.setattr(launch, "run", partial(emulation.run, backwards=True))
     assert identical(once, by_kernel(held, q, "causal"))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_tickets_start_again(backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last group of every kv head makes the result, call after call; with more query rows than a group takes."""
+    monkeypatch.setattr(launch, "backend", lambda: "cuda")
+    monkeypatch.setattr(launch, "run", partial(emulation.run, backwards=backwards))
+    held = store(stream(TOKEN, window=9), stream(TOKEN, sinks=3), 171, SHAPE)
+    found, q = sides(held, 64), queries(SHAPE, 4, 5)
+    assert not isinstance(found, str)
+    plan = decode.Plan(*found, q, "causal", None, False)
+    monkeypatch.setattr(decode, "CHAINS", 2)
+    for at in range(5):
+        x = q + at
+        assert len(plan.tickets) == min(at, 2)
+        assert all(identical(tickets, mx.zeros(6, mx.uint32)) for tickets in plan.tickets)
+        out = plan(x, 0.125, "causal", None, held.n)
+        np.testing.assert_allclose(np.array(out), expected(held, x, "causal"), atol=2e-5)  # as in ``check``
+
+
+def forbidden(self: RandomHadamard, x: mx.array) -> mx.array:
+    raise AssertionError("a rotation outside the kernel")
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("back", ["", "cuda"])
+def test_rotations(dim: int, twice: bool, back: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One Hadamard transform of 32 numbers or more is made by the kernels, others before and after them."""
+    inner: Codec = ScalarCodebook(dim, lloyd_max(4), 4)
+    for seed in range(1 + twice):
+        inner = Transformed(inner, rotation(dim, seed))
+    shape, half = (1, 2, dim, dim), mx.float16 if back else mx.float32
+    held, q = store(stream(inner), stream(inner, window=9), 150, shape, half), queries(shape, 3, 5, half)
+    if back:
+        monkeypatch.setattr(launch, "backend", lambda: back)
+        monkeypatch.setattr(tensor, "LEAST", 1)
+    wanted = expected(held, q, "causal")
+    if dim >= 32 and not twice:
+        monkeypatch.setattr(RandomHadamard, "forward", forbidden)
+        monkeypatch.setattr(RandomHadamard, "inverse", forbidden)
+    # On tensor cores half precision of scores of size 3 and of weights, as in test_tensor.py.
+    out = np.array(by_kernel(held, q, "causal").astype(mx.float32))
+    np.testing.assert_allclose(out, wanted, atol=6e-3 if back else 2e-5)
 
 
 def test_rows_of_another_dtype() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from tests.kernels import emulation
 from tests.matrix import identical
+from veloxquant_mlx.attention.kernels import launch
 from veloxquant_mlx.attention.kernels.launch import Program
 
 
@@ -60,3 +63,23 @@ def test_arrays_have_an_end(kernel, source: str) -> None:
 
 def test_what_is_not_written_is_nan(kernel) -> None:
     assert mx.isnan(kernel("if (LANE < 31) out[WARP * 32 + LANE] = 1.0f;", X)).sum().item() == 2
+
+
+@pytest.mark.parametrize("place", [Path("/some where/kernels"), Path('/a"b'), None])
+def test_what_the_compiler_gets(place: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's reads the sources where they are, if a line can say where; Metal's gets them all."""
+    monkeypatch.setattr(launch, "FOLDER", place)
+    monkeypatch.setattr(launch, "text", lambda name: f"text of {name}")
+    given: list[dict[str, Any]] = []
+    for back in ("cuda", "metal"):
+        monkeypatch.setattr(mx.fast, f"{back}_kernel", lambda **names: given.append(names))
+        launch._compiled(back, Program("x", '{\n#include "b.h"\n}\n', {"A": 1}, ("x",), ("y",), 1, ("h.h",)), ())
+    cuda, metal = given
+    assert metal["source"] == "text of metal_lanes.h\n{\ntext of b.h\n}\n"
+    assert metal["header"] == "text of metal.h\n#define A 1\ntext of h.h\n"
+    if place == Path("/some where/kernels"):
+        at = "/some where/kernels"
+        assert cuda["source"] == f'#include "{at}/cuda_lanes.h"\n{{\n#include "{at}/b.h"\n}}\n'
+        assert cuda["header"] == f'#include "{at}/cuda.h"\n#define A 1\n#include "{at}/h.h"\n'
+    else:
+        assert cuda["source"] == "text of cuda_lanes.h\n{\ntext of b.h\n}\n"

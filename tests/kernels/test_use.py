@@ -14,7 +14,7 @@ from tests.matrix import tensors
 from veloxquant_mlx import KVCacheConfig, KVCacheFactory, QuantizerConfigError
 from veloxquant_mlx.attention import kernels
 from veloxquant_mlx.attention.entry import Path
-from veloxquant_mlx.attention.kernels import launch, tensor, trust
+from veloxquant_mlx.attention.kernels import decode, launch, tensor, trust
 from veloxquant_mlx.cache.layer import CompressedKVCache
 from veloxquant_mlx.core.exceptions import KernelUnavailableError
 from veloxquant_mlx.core.types import LayerInfo
@@ -68,7 +68,7 @@ def test_half_precision_is_for_models_in_half_precision(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(launch, "run", run)
     attended(**FIELDS["kivi"])
-    assert set(names) == {"decode", "combine"}
+    assert set(names) == {"decode"}
     attended(rows=mx.float16, **FIELDS["kivi"])
     assert "tensor" in names
     names.clear()
@@ -159,3 +159,54 @@ def test_fields_without_an_effect_are_refused(fields: dict[str, Any]) -> None:
 
 def test_a_demand_where_there_is_a_kernel() -> None:
     KVCacheFactory.create(KVCacheConfig(method="kivi", use_metal_kernels=True, fused_sdpa=True))
+
+
+def decoded(cache: CompressedKVCache, start: int, stop: int) -> list[np.ndarray]:
+    """Attention of tokens ``start`` to ``stop``, one by one."""
+    data, out = tensors(N, SHAPE), []
+    for i in range(start, stop):
+        part = data.part(i, i + 1)
+        cache.update_and_fetch(part.k, part.v)
+        q = mx.random.normal((1, 6, 1, 64), key=mx.random.key(i))
+        out.append(np.array(cache.attend(q, scale=0.125)))
+    return out
+
+
+@pytest.mark.parametrize("method", FIELDS)
+def test_steps_share_a_plan_as_long_as_it_fits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan while rows are packed and buffers grow; another once nothing is packed, and for a mask."""
+    plans: list[decode.Plan] = []
+
+    class Counted(decode.Plan):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            plans.append(self)
+
+    caches, data = [], tensors(N, SHAPE)
+    for wanted in (None, False):
+        config = KVCacheConfig(head_dim=64, use_metal_kernels=wanted, **FIELDS[method])
+        caches.append(CompressedKVCache(config, LayerInfo(head_dim=64, value_dim=64, kv_heads=2)))
+        part = data.part(0, 60)
+        caches[-1].update_and_fetch(part.k, part.v)
+        caches[-1].attend(part.q, scale=0.125, mask="causal")
+        decoded(caches[-1], 60, 61)  # kernels are tried here, by plans of their own
+    monkeypatch.setattr(decode, "Plan", Counted)
+
+    def same(start: int, stop: int) -> None:
+        for out, wanted in zip(*(decoded(cache, start, stop) for cache in caches), strict=True):
+            np.testing.assert_allclose(out, wanted, atol=2e-5)  # float32 sums in another order
+
+    same(61, 140)
+    assert len(plans) == 0
+    q = mx.random.normal((1, 6, 1, 64), key=mx.random.key(3))
+    seen = mx.arange(140)[None] > 70
+    out, wanted = (np.array(cache.attend(q, scale=0.125, mask=seen)) for cache in caches)
+    np.testing.assert_allclose(out, wanted, atol=2e-5)
+    assert len(plans) == 1
+    for cache in caches:
+        cache.trim(130)
+    same(10, 40)  # at first nothing is packed, then perhaps values only: a form that is tried first
+    known = len(plans)
+    assert known > 1
+    same(40, 50)
+    assert len(plans) == known

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-from tests.matrix import identical
+from tests import matrix
+from tests.matrix import Row, identical, tensors
 from veloxquant_mlx.cache.places import Places
 from veloxquant_mlx.cache.stream import StreamStore
 from veloxquant_mlx.codecs.affine import ChannelAffine, TokenAffine
@@ -75,3 +76,19 @@ def test_truncate_and_grow_again(name: str, kept: int) -> None:
     assert (store.n, store.sinks.n) == (TOKENS, SINKS)
     assert identical(store.dense(0, SINKS), ROWS[:, :, :SINKS])
     assert identical(store.dense(TOKENS - WINDOW), ROWS[:, :, TOKENS - WINDOW :])
+
+
+@pytest.mark.parametrize("row", matrix.ROWS, ids=lambda row: row.id)
+def test_every_array_is_all_that_has_a_name(row: Row) -> None:
+    """After a prompt, between update and attention, and after it."""
+    cache, data = row.cache(), tensors(140)
+
+    def check() -> None:
+        assert sorted(map(id, cache.every_array())) == sorted(map(id, cache.arrays().values()))
+
+    for start, stop in ((0, 138), (138, 139), (139, 140)):
+        part = data.part(start, stop)
+        cache.update_and_fetch(part.k, part.v)
+        check()
+        cache.attend(part.q, scale=0.125, mask="causal" if stop - start > 1 else None)
+        check()

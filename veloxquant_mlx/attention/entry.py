@@ -49,6 +49,9 @@ def attention(
     names. ``compute`` is the dtype of the products, None for the rows' own (packed data: the best of this device).
     Scores go through one float32 softmax. Without ``kernels`` MLX's own operations do all.
     """
+    plain = key_view is None and retrieval is None
+    if kernels is not None and plain and (out := kernels.again(store, q, scale, mask, sinks)) is not None:
+        return out, Path.KERNEL
     chosen = None if retrieval is None or q.shape[2] > 1 else retrieval.select(store, q, scale)
     read = chosen is not None and mask is None and not store.sealed
     if chosen is not None and not read:  # the same numbers without the savings

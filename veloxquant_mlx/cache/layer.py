@@ -117,7 +117,7 @@ class CompressedKVCache(_Base):
         self._mode = Mode.LEARN
         self._issued: tuple[mx.array, mx.array] | None = None
         self._watch = FiniteWatch()
-        self._paths: set[str] = set()
+        self._paths: set[entry.Path] = set()
         self._kernels = Kernels(self._config)
         self.peers: Sequence[weakref.ref[CompressedKVCache]] = ()  # the layers of the latest forward, this included
         self.notes: tuple[str, ...] = ()  # what a coordinator adds to the receipt
@@ -147,12 +147,14 @@ class CompressedKVCache(_Base):
         ``mask`` as in ``mx.fast.scaled_dot_product_attention``; an array has one column per token seen. ``sinks``
         ``(Hq,)`` are learned sink logits.
         """
-        if self._store.n == 0:
+        store = self._store
+        if self.offset == 0:
             raise CacheStateError("attend on an empty cache; call update_and_fetch first")
         self._mode, self._issued = Mode.HANDLE, None
-        store = self._store
-        mask = masks.for_rows(mask, self.offset, store.n, store.positions, queries.shape[1])
-        mask = masks.without_holes(mask, store, queries.shape[2], queries.shape[1])
+        if mask is not None:
+            mask = masks.for_rows(mask, self.offset, store.n, store.positions, queries.shape[1])
+        if store.holes:
+            mask = masks.without_holes(mask, store, queries.shape[2], queries.shape[1])
         view, retrieval = self._key_view(), None if self._recipe.eviction is None else self._recipe.eviction.retrieval
         if self._config.enable_vectorized_attend:
             out, path = entry.attention(
@@ -160,13 +162,12 @@ class CompressedKVCache(_Base):
             )
         else:
             out, path = entry.decoded(store, queries, scale, mask, sinks, view, retrieval)
-        self._paths.add(path.value)
+        self._paths.add(path)
         self._life.attended(queries, scale, sinks)
-        together = [self]
-        if not self.shared and self.settle():  # other readers of this step must find the same rows: see settle
-            together = joint.peers(self)
         # What this call made is computed with its output: nothing lazy is left, which no other thread could compute.
-        return mx.depends([out], [array for cache in together for array in cache.arrays().values()])[0]
+        if not self.shared and self.settle():  # other readers of this step must find the same rows: see settle
+            return mx.depends([out], [array for cache in joint.peers(self) for array in cache.every_array()])[0]
+        return mx.depends([out], self.every_array())[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask for ``N`` new tokens: mlx_lm's shorthand where it says enough, else one column per token seen.
@@ -432,6 +433,18 @@ class CompressedKVCache(_Base):
             pending[saved.FINITE] = self._watch.pending[1]
         return self._store.arrays() | {name: array for name, array in pending.items() if array is not None}
 
+    def every_array(self) -> list[mx.array]:
+        """What ``arrays`` gives, without the names, which take most of its time."""
+        store, life = self._store, self._life
+        out = [*store.keys.arrays().values(), *store.values.arrays().values()]
+        out += store.row_aux.values()
+        out += store.aux.values()
+        others = (store.positions, store.vacant, store.protected, life.queries, life.sinks)
+        out += [array for array in others if array is not None]
+        if self._watch.pending is not None:
+            out.append(self._watch.pending[1])
+        return out
+
     def describe(self) -> dict[str, Any]:
         """What the receipt says of this layer."""
         return {
@@ -440,7 +453,7 @@ class CompressedKVCache(_Base):
             "rows": self._store.live,
             "elements": self.elements,
             "bytes": self.held_bytes(),
-            "attention": sorted(self._paths) or [self._mode.value],
+            "attention": sorted(path.value for path in self._paths) or [self._mode.value],
             "notes": [*self._recipe.notes, *self.notes, *self._remarks(), *sorted(self._kernels.reasons)],
         }
 

@@ -73,7 +73,9 @@ class Readable(NamedTuple):
     ``codebook`` (levels ``table`` ``(2 ** bits,)`` times ``scales`` ``(B, H, n)``), ``product`` (``words`` are bytes of
     indices into ``table`` ``(B | 1, H | 1, P | 1, K, sub)``). ``group`` is that of the scales. ``on_query`` takes float
     queries ``(..., D)`` into the basis of the codes, ``from_mix`` weighted sums out of it; None: they are in it.
-    ``sketch`` are signs (a codebook of 1 bit with a query basis of its own) of what the codes miss: scores add up.
+    ``signs`` ``(D,)``: the very same map is these signs and then the orthonormal Hadamard transform of a power of two
+    from 32 on, which kernels make themselves. ``sketch`` are signs (a codebook of 1 bit with a query basis of its own)
+    of what the codes miss: scores add up.
     """
 
     kind: str
@@ -86,6 +88,7 @@ class Readable(NamedTuple):
     group: int = 0
     on_query: Callable[[mx.array], mx.array] | None = None
     from_mix: Callable[[mx.array], mx.array] | None = None
+    signs: mx.array | None = None
     sketch: Readable | None = None
 
     def behind(self, on_query: Callable[[mx.array], mx.array], from_mix: Callable[[mx.array], mx.array]) -> Readable:
@@ -94,6 +97,7 @@ class Readable(NamedTuple):
         return self._replace(
             on_query=on_query if inner is None else lambda q: inner(on_query(q)),
             from_mix=from_mix if outer is None else lambda y: from_mix(outer(y)),
+            signs=None,
             sketch=None if self.sketch is None else self.sketch.behind(on_query, from_mix),
         )
 

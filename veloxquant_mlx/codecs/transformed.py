@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..transforms.base import Transform
+from ..transforms.rotation import RandomHadamard
 from .base import Codec, Codes, Readable, cast
 
 
@@ -39,4 +40,9 @@ class Transformed(Codec):
 
     def readable(self, codes: Codes) -> Readable | None:
         inner = self.codec.readable(codes)
-        return None if inner is None else inner.behind(self.transform.on_query, self.transform.inverse)
+        if inner is None:
+            return None
+        out, dim = inner.behind(self.transform.on_query, self.transform.inverse), inner.dim
+        if inner.on_query is None and isinstance(self.transform, RandomHadamard) and dim >= 32 and dim & (dim - 1) == 0:
+            return out._replace(signs=self.transform.signs)
+        return out

@@ -32,6 +32,14 @@ class Kernels:
         self.decoding, self.prompts = config.use_metal_kernels, config.fused_sdpa
         self.most, self.sparing, self.dtype = config.fused_sdpa_max_ctx, config.fused_sdpa_memory_bound, config.dtype
         self.reasons: set[str] = set()
+        self._plan: decode.Plan | None = None
+
+    def again(self, store: Store, q: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array | None:
+        """``attend`` to rows as they are stored, where the call is like the one before; None where it is not."""
+        plan = self._plan
+        if plan is None or not plan.fits(store, q, mask, sinks) or launch.backend() is None:
+            return None
+        return plan(q, scale, mask, sinks, plan.keys.stop + store.keys.tail.n)
 
     def attend(
         self, store: Store, q: mx.array, scale: float, mask: Mask, sinks: mx.array | None, plain: bool
@@ -59,7 +67,9 @@ class Kernels:
             if verdict.reason is not None:
                 self.reasons.add(verdict.reason)
             if verdict.works:
-                return decode.attention(*found, q, scale, mask, sinks, store.n, half and verdict.half)
+                plan = decode.Plan(*found, q, mask, sinks, half and verdict.half)
+                self._plan = plan if few and all(side.lasting for side in found) else None
+                return plan(q, scale, mask, sinks, store.n)
             found = verdict.reason or ""
         self.reasons.add(found)
         if insists:

@@ -6,6 +6,7 @@
 #define THREAD
 #define BARRIER() __syncthreads()
 #define UNROLL _Pragma("unroll")
+#define SOME_UNROLL _Pragma("unroll 8")
 FN float EXP2(float x) {  // two units in the last place, and zero below the normal numbers
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -13,6 +14,8 @@ FN float EXP2(float x) {  // two units in the last place, and zero below the nor
 }
 template <typename T> FN T shfl(T x, int lane) { return __shfl_sync(~0u, x, lane); }
 template <typename T> FN T shfl_xor(T x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+FN void FENCE() { __threadfence(); }
+FN unsigned ticket(unsigned* at, unsigned last) { return atomicInc(at, last); }  // after the last comes zero
 FN bool any_lane(bool x) { return __any_sync(~0u, x); }
 typedef float FLOAT32;
 typedef __half FLOAT16;

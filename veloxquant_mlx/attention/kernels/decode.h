@@ -17,7 +17,19 @@ SHARED float pool[ROWS * (QUERY_NUMBERS > DV ? QUERY_NUMBERS : DV)];
 #define sums pool
 for (int i = WARP * 32 + LANE; i < ROWS * D; i += WARPS * 32)
   query[i] = first_row + i / D < ALL_ROWS ? float(q[(head * ALL_ROWS + first_row) * D + i]) * scale[0] : 0.0f;
-#if TURNED
+#if QUERY_SIGNS
+for (int r = WARP; r < ROWS; r += WARPS) {
+  float x[DT / 32];
+  UNROLL
+  for (int i = 0; i < DT / 32; i++) {
+    const int c = LANE + 32 * i;
+    x[i] = first_row + r < ALL_ROWS ? float(q[(head * ALL_ROWS + first_row + r) * D + c]) * q_signs[c] : 0.0f;
+  }
+  hadamard(x, LANE);
+  UNROLL
+  for (int i = 0; i < DT / 32; i++) turned[r * DT + LANE + 32 * i] = x[i] * (QUERY_NORM * scale[0]);
+}
+#elif TURNED
 for (int i = WARP * 32 + LANE; i < ROWS * DT; i += WARPS * 32)
   turned[i] = first_row + i / DT < ALL_ROWS ? float(qt[(head * ALL_ROWS + first_row) * DT + i]) * scale[0] : 0.0f;
 #endif

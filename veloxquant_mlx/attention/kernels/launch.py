@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-COMMENT = re.compile(r"//.*")
+FOLDER = files("veloxquant_mlx.attention.kernels")
+INCLUDE = re.compile(r'#include "(\w+\.h)"')
 
 Output = tuple[tuple[int, ...], mx.Dtype]
 
@@ -21,7 +23,8 @@ Output = tuple[tuple[int, ...], mx.Dtype]
 class Program:
     """A kernel: ``body`` with its constants, made once and run many times by groups of ``32 * warps`` lanes.
 
-    ``headers`` are sources of this folder; ``shared`` are the bytes of what the source calls POOL (CUDA).
+    It is compiled for the dtypes of the arrays that it first gets, and all others must have the same. ``headers`` are
+    sources of this folder; ``shared`` are the bytes of what the source calls POOL (CUDA).
     """
 
     name: str
@@ -32,17 +35,32 @@ class Program:
     warps: int
     headers: tuple[str, ...] = ("readers.h",)
     shared: int = 0
-    compiled: dict[tuple[mx.Dtype, ...], Callable[..., list[mx.array]]] = field(default_factory=dict)
+    compiled: Callable[..., list[mx.array]] | None = None
 
-    def constants(self) -> str:
-        """The constants as preprocessor lines."""
-        return "".join(f"#define {name} {value}\n" for name, value in self.defines.items())
+    @property
+    def header(self) -> str:
+        """The constants as preprocessor lines, and the headers."""
+        constants = "".join(f"#define {name} {value}\n" for name, value in self.defines.items())
+        return constants + "".join(f'#include "{name}"\n' for name in self.headers)
 
 
 @cache
 def text(name: str) -> str:
     """A source of this folder."""
-    return files("veloxquant_mlx.attention.kernels").joinpath(name).read_text(encoding="utf-8")
+    return FOLDER.joinpath(name).read_text(encoding="utf-8")
+
+
+def whole(source: str) -> str:
+    """``source`` with the sources of this folder that it includes."""
+    return INCLUDE.sub(lambda found: text(found[1]), source)
+
+
+def _pointed(source: str) -> str:
+    """``source`` with the places of the sources that it includes, where they have one that a line can name."""
+    folder = FOLDER
+    if not isinstance(folder, Path) or '"' in str(folder):
+        return whole(source)
+    return INCLUDE.sub(lambda found: f'#include "{folder.as_posix()}/{found[1]}"', source)
 
 
 def backend() -> str | None:
@@ -53,11 +71,13 @@ def backend() -> str | None:
 
 
 def _compiled(back: str, program: Program, dtypes: tuple[mx.Dtype, ...]) -> Callable[..., list[mx.array]]:
-    header = text(f"{back}.h") + program.constants() + "".join(map(text, program.headers))
-    body = text(f"{back}_lanes.h") + program.body
+    header = f'#include "{back}.h"\n{program.header}'
+    body = f'#include "{back}_lanes.h"\n{program.body}'
     # MLX knows compiled kernels by their names, whatever the dtypes of their arrays.
-    key = hashlib.sha256((header + body + repr(dtypes)).encode()).hexdigest()[:16]
-    names: dict[str, Any] = {"name": f"veloxquant_{program.name}_{key}", "source": body, "header": header}
+    key = hashlib.sha256((whole(header + body) + repr(dtypes)).encode()).hexdigest()[:16]
+    # It copies the text at every call: the compiler of CUDA can look up itself what is included.
+    given = _pointed if back == "cuda" else whole
+    names: dict[str, Any] = {"name": f"veloxquant_{program.name}_{key}", "source": given(body), "header": given(header)}
     names |= {"input_names": program.inputs, "output_names": program.outputs}
     kernel: Any
     if back == "cuda":
@@ -74,12 +94,11 @@ def run(
 
     ``grid`` counts groups of lanes.
     """
-    dtypes = tuple([a.dtype for a in inputs])
-    kernel = program.compiled.get(dtypes)
+    kernel = program.compiled
     if kernel is None:
         back = backend()
         assert back is not None, "kernels need a GPU"
-        kernel = program.compiled[dtypes] = _compiled(back, program, dtypes)
+        kernel = program.compiled = _compiled(back, program, tuple([a.dtype for a in inputs]))
     x, y, z = grid
     return kernel(
         inputs=inputs,

@@ -17,6 +17,28 @@ FN float sum_of_lanes(float x) {
   return x;
 }
 
+// Hadamard transform of 32 N numbers, those of number LANE + 32 i in x[i]; not yet orthonormal.
+template <int N> FN void hadamard(THREAD float (&x)[N], int lane) {
+  UNROLL
+  for (int i = 0; i < N; i++) {
+    UNROLL
+    for (int m = 1; m < 32; m <<= 1) {
+      const float other = shfl_xor(x[i], m);
+      x[i] = lane & m ? other - x[i] : x[i] + other;
+    }
+  }
+  UNROLL
+  for (int step = 1; step < N; step <<= 1) {
+    UNROLL
+    for (int i = 0; i < N; i++) {
+      if (i & step) continue;
+      const float a = x[i], b = x[i + step];
+      x[i] = a + b;
+      x[i + step] = a - b;
+    }
+  }
+}
+
 template <int BITS, typename P> FN unsigned code_at(P row, int at) {
   int bit = at * BITS, word = bit >> 5, shift = bit & 31;
   unsigned x = row[word] >> shift;

@@ -28,6 +28,7 @@ WIDEST = 512  # numbers of a query in the basis of the codes: shared memory ends
 class Form(NamedTuple):
     """What a kernel is compiled for on one side. ``row`` are the words (bytes) of a row, ``groups`` its scales.
 
+    ``turned``: the codes have a basis of their own, queries are turned into it before (1) or by the kernel (2).
     ``sketch`` are the signs of what the codes miss.
     """
 
@@ -38,7 +39,7 @@ class Form(NamedTuple):
     group: int = 0
     groups: int = 1
     table: tuple[int, ...] = ()
-    turned: bool = False
+    turned: int = 0
     sketch: int = 0
 
     def names(self, side: str) -> tuple[str, ...]:
@@ -60,14 +61,35 @@ class Form(NamedTuple):
 
 
 class Side:
-    """Keys or values of a store: ``first`` sink rows, packed rows before row ``stop``, the tail."""
+    """Keys or values of a store: ``first`` sink rows, packed rows before row ``stop``, the tail.
+
+    ``codes`` describe the packed rows of now. A side that is ``lasting`` reads what the store has by the time of a
+    call, as long as it still ``holds``.
+    """
 
     def __init__(self, stream: StreamStore, codes: Readable | None) -> None:
-        self.stream, self.codes, self.first = stream, codes, stream.sinks.n
-        self.stop = self.first if codes is None or stream.packed is None else self.first + stream.packed.n
-        if codes is None:
+        self.stream, self.codes = stream, codes
+        self._packed = None if codes is None else stream.packed
+        self._codec = None if self._packed is None else self._packed.codec
+        self._others = [part for part in (stream.prompt, *stream.older) if part is not None]
+        # What stands in where there are no rows has the dtype that rows would have.
+        usual = stream.dtype if stream.spec.dtype is None else stream.spec.dtype
+        self._floats = tuple(usual if rows.data is None else rows.data.dtype for rows in (stream.sinks, stream.tail))
+        self._none = [_none(dtype) for dtype in self._floats]
+        # Arrays of the packed rows by their names in the codes, constants as they are.
+        self._parts: list[str | mx.array] = []
+        self.lasting = True
+        if codes is None or self._packed is None:
             self.form = Form()
             return
+        named = [(name, getattr(codes, name)) for name in ARRAYS[codes.kind]]
+        if (sketch := codes.sketch) is not None:
+            named += [("words", sketch.words), ("scales", sketch.scales)]
+        for field, array in named:
+            name = next((name for name, own in self._packed.codes.items() if own is array), None)
+            self._parts.append(array if name is None else name)
+            # Else made of the codes for this call: rows that come later would be missing.
+            self.lasting &= name is not None or field == "table"
         channels = codes.kind == "channel_affine"  # their words and scales run along the rows
         self.form = Form(
             codes.kind,
@@ -77,26 +99,53 @@ class Side:
             codes.group,
             codes.scales.shape[-1] if codes.kind == "token_affine" and codes.scales is not None else 1,
             codes.table.shape if codes.kind == "product" and codes.table is not None else (),
-            codes.on_query is not None,
+            2 if codes.signs is not None else int(codes.on_query is not None),
             codes.sketch.dim if codes.sketch is not None else 0,
         )
 
+    @property
+    def first(self) -> int:
+        return self.stream.sinks.n
+
+    @property
+    def stop(self) -> int:
+        return self.stream.sinks.n + (0 if self._packed is None else self._packed.n)
+
+    def holds(self) -> bool:
+        """Whether rows are still of these kinds, and nothing stands beside them that kernels cannot read."""
+        stream, packed = self.stream, self._packed
+        sinks, tail = stream.sinks.data, stream.tail.data
+        if packed is None:
+            same = stream.packed is None or not stream.packed.n
+        else:
+            same = packed is stream.packed and packed.n > 0 and packed.codec is self._codec
+        return (
+            same
+            and (sinks is None or sinks.dtype == self._floats[0])
+            and (tail is None or tail.dtype == self._floats[1])
+            and stream.exact.rows is None
+            and stream.added.rows is None
+            and not (self._others and any(part.n for part in self._others))
+        )
+
     def arrays(self) -> list[mx.array]:
-        """Everything that a kernel reads of this side."""
-        stream, codes = self.stream, self.codes
-        out = [_none(stream.dtype) if rows.data is None else rows.data for rows in (stream.sinks, stream.tail)]
-        if codes is not None:
-            out += [getattr(codes, name) for name in ARRAYS[codes.kind]]
-            if codes.sketch is not None and codes.sketch.scales is not None:
-                out += [codes.sketch.words, codes.sketch.scales]
+        """Everything that a kernel reads of this side: sinks, tail, codes."""
+        stream, packed = self.stream, self._packed
+        sinks, tail = stream.sinks.data, stream.tail.data
+        out = [self._none[0] if sinks is None else sinks, self._none[1] if tail is None else tail]
+        if packed is not None:
+            codes = packed.codes
+            out += [codes[part] if isinstance(part, str) else part for part in self._parts]
         return out
 
     def room(self) -> tuple[int, int, int]:
         """Rows that the buffers have room for: packed, sinks, tail."""
-        stream = self.stream
-        packed = 0 if self.codes is None or stream.packed is None else stream.packed.capacity
-        sinks, tail = (0 if rows.data is None else rows.data.shape[2] for rows in (stream.sinks, stream.tail))
-        return packed, sinks, tail
+        sinks, tail = self.stream.sinks.data, self.stream.tail.data
+        return (
+            0 if self._packed is None else self._packed.capacity,
+            0 if sinks is None else sinks.shape[2],
+            0 if tail is None else tail.shape[2],
+        )
 
 
 @lru_cache

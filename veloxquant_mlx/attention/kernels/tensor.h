@@ -52,6 +52,23 @@ POOL(pool);
 SHARED float tops[WARPS * 16], weights[WARPS * 16];
 uint8_t* stages = reinterpret_cast<uint8_t*>(pool + K_TABLE_WORDS + V_TABLE_WORDS) + WARP * STAGES * STAGE_BYTES;
 
+#if QUERY_SIGNS
+// Queries in the basis of the codes lie where codes will be.
+float* turned = reinterpret_cast<float*>(pool + K_TABLE_WORDS + V_TABLE_WORDS);
+for (int row = WARP; row < ALL_ROWS; row += WARPS) {
+  float x[DT / 32];
+  UNROLL
+  for (int i = 0; i < DT / 32; i++)
+    x[i] = float(q[(head * ALL_ROWS + row) * DT + LANE + 32 * i]) * q_signs[LANE + 32 * i];
+  hadamard(x, LANE);
+  UNROLL
+  for (int i = 0; i < DT / 32; i++) turned[row * DT + LANE + 32 * i] = x[i] * (QUERY_NORM * scale[0]);
+}
+#define QUERY_AT(row, c) turned[(row) * DT + (c)]
+#else
+#define QUERY_AT(row, c) (float(QUERY[(head * ALL_ROWS + (row)) * DT + (c)]) * scale[0])
+#endif
+
 // Levels of all pairs of codes, a copy for every lane (or for two): lanes then never wait for the same bank.
 #if KEYS == CODEBOOK
 for (int i = WARP * 32 + LANE; i < K_TABLE_WORDS; i += WARPS * 32) {
@@ -79,14 +96,16 @@ for (int s = 0; s < STEPS; s++) {
     for (int x = 0; x < 2; x++) {
       float a = 0.0f, b = 0.0f;
       if (row < ALL_ROWS) {
-        const size_t at = (head * ALL_ROWS + row) * DT;
-        a = float(QUERY[at + QUERY_CHANNEL(s, 2 * x)]) * scale[0];
-        b = float(QUERY[at + QUERY_CHANNEL(s, 2 * x + 1)]) * scale[0];
+        a = QUERY_AT(row, QUERY_CHANNEL(s, 2 * x));
+        b = QUERY_AT(row, QUERY_CHANNEL(s, 2 * x + 1));
       }
       query[s][o][x] = pair_of(a, b);
     }
   }
 }
+#if QUERY_SIGNS
+BARRIER();  // before codes are asked for
+#endif
 
 float top[QUERIES], weight[QUERIES], acc[QUERIES][BLOCKS][4];
 UNROLL

@@ -33,7 +33,7 @@ def defines(keys: Form, values: Form, queries: int, same: bool) -> dict[str, int
     return {
         "QUERIES": -(-queries // 8),
         "TILE": _tile(keys),
-        "QUERY": "qt" if keys.turned else "q",
+        "QUERY": "qt" if keys.turned == 1 else "q",
         "COPIES": 16 if both and not same else 32,
         "SAME_TABLE": int(both and same),
         "STAGES": STAGES,
@@ -41,8 +41,8 @@ def defines(keys: Form, values: Form, queries: int, same: bool) -> dict[str, int
     }
 
 
-def shared_bytes(keys: Form, values: Form, constants: dict[str, int | str], sums: int, warps: int) -> int:
-    """Bytes of shared memory: tables and codes, later ``sums`` numbers."""
+def shared_bytes(keys: Form, values: Form, constants: dict[str, int | str], rows: int, warps: int) -> int:
+    """Bytes of shared memory: tables and codes; before those perhaps ``rows`` queries, later as many sums."""
     one = sum(4**f.bits for f in (keys, values) if f.kind == "codebook")
     tables = one // 2 if constants["SAME_TABLE"] else one
     tile = _tile(keys)
@@ -52,7 +52,8 @@ def shared_bytes(keys: Form, values: Form, constants: dict[str, int | str], sums
             stage += 8 * form.dim if 2 * form.group == tile else 0
         else:
             stage += 2 * tile * (1 if form.kind == "codebook" else 2 * form.groups)
-    return max(4 * int(constants["COPIES"]) * tables + warps * STAGES * stage, 4 * sums)
+    queries = 4 * rows * keys.dim if keys.turned == 2 else 0
+    return max(4 * int(constants["COPIES"]) * tables + max(warps * STAGES * stage, queries), 4 * rows * values.dim)
 
 
 def _tile(keys: Form) -> int:
