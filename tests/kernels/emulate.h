@@ -161,6 +161,9 @@ static unsigned halves(half a, half b) { return bits_of(a, b); }
 typedef const char* Place;
 static Place place_of(const unsigned* p, unsigned) { return reinterpret_cast<Place>(p); }
 static unsigned word_at(Place place, unsigned distance) { return *reinterpret_cast<const unsigned*>(place + distance); }
+static void words_at(Place place, unsigned distance, unsigned& a, unsigned& b) {
+  a = word_at(place, distance), b = word_at(place + 4, distance);
+}
 static unsigned bytes_of(unsigned a, unsigned b, unsigned which) {
   uint64_t both = uint64_t(b) << 32 | a;
   unsigned out = 0;

@@ -41,6 +41,9 @@ FN unsigned word_at(Place place, unsigned distance) {
   asm("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(place + distance));
   return x;
 }
+FN void words_at(Place place, unsigned distance, unsigned& a, unsigned& b) {
+  asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(place + distance));
+}
 template <int BYTES> FN void copy_later(void* to, const void* from) {
   if (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));

@@ -46,26 +46,29 @@ const unsigned zero = unsigned(counts[0]) >> 31;
 #define V_SIZES_AT (K_SIZES_AT + K_SIZES * (KEYS == CODEBOOK ? 1 : 2))
 #define STAGE_BYTES (V_SIZES_AT + V_SIZES * (VALUES == CODEBOOK ? 1 : 2))
 
-#define K_TABLE_WORDS (KEYS == CODEBOOK ? (1 << 2 * K_BITS) * COPIES : 0)
-#define V_TABLE_WORDS (VALUES == CODEBOOK && !SAME_TABLE ? (1 << 2 * V_BITS) * COPIES : 0)
+// Levels of all pairs of codes, or of all bytes of four codes (2 bits), a copy for every lane (or for two, or four):
+// lanes then never wait for the same bank. An entry takes as many bytes either way: a pair is half as long as two.
+#define PAIR_CODES(bits) ((bits) == 2 ? 4 : 2)  // codes of an entry
+#define TABLE_WORDS(bits) ((1 << PAIR_CODES(bits) * (bits)) * COPIES)
+#define K_TABLE_WORDS (KEYS == CODEBOOK ? TABLE_WORDS(K_BITS) : 0)
+#define V_TABLE_WORDS (VALUES == CODEBOOK && !SAME_TABLE ? TABLE_WORDS(V_BITS) : 0)
 POOL(pool);
 SHARED float tops[WARPS * 16], weights[WARPS * 16];
 uint8_t* stages = reinterpret_cast<uint8_t*>(pool + K_TABLE_WORDS + V_TABLE_WORDS) + WARP * STAGES * STAGE_BYTES;
 
-// Levels of all pairs of codes, a copy for every lane (or for two): lanes then never wait for the same bank.
+#define FILL(words, at, table, bits)                                                                             \
+  for (int i = WARP * 32 + LANE; i < (words); i += WARPS * 32) {                                                 \
+    const unsigned codes = i / COPIES >> (PAIR_CODES(bits) == 4 ? 2 * (bits) * (i % 2) : 0), last = (1 << (bits)) - 1; \
+    pool[(at) + i] = pair_of(float(table[codes & last]), float(table[codes >> (bits) & last]));                  \
+  }
+#define OF_LANE(bits) (PAIR_CODES(bits) / 2 * (LANE % (2 * COPIES / PAIR_CODES(bits))))
 #if KEYS == CODEBOOK
-for (int i = WARP * 32 + LANE; i < K_TABLE_WORDS; i += WARPS * 32) {
-  const unsigned code = i / COPIES;
-  pool[i] = pair_of(float(k_table[code & ((1 << K_BITS) - 1)]), float(k_table[code >> K_BITS]));
-}
-const Place k_pairs = place_of(pool + LANE % COPIES, zero);
+FILL(K_TABLE_WORDS, 0, k_table, K_BITS)
+const Place k_pairs = place_of(pool + OF_LANE(K_BITS), zero);
 #endif
 #if VALUES == CODEBOOK
-for (int i = WARP * 32 + LANE; i < V_TABLE_WORDS; i += WARPS * 32) {
-  const unsigned code = i / COPIES;
-  pool[K_TABLE_WORDS + i] = pair_of(float(v_table[code & ((1 << V_BITS) - 1)]), float(v_table[code >> V_BITS]));
-}
-const Place v_pairs = place_of(pool + (SAME_TABLE ? 0 : K_TABLE_WORDS) + LANE % COPIES, zero);
+FILL(V_TABLE_WORDS, K_TABLE_WORDS, v_table, V_BITS)
+const Place v_pairs = place_of(pool + (SAME_TABLE ? 0 : K_TABLE_WORDS) + OF_LANE(V_BITS), zero);
 #endif
 BARRIER();
 
@@ -225,6 +228,10 @@ for (; base < last; base += WARPS * TILE) {
         const unsigned bias = halves(k_size[K_SIZES / 2 + group], k_size[K_SIZES / 2 + group]);
         const unsigned y = K_BITS == 4 ? x : facing<K_BITS>(x, x >> (4 * K_BITS), 0);
         SCORE(0, n, 2 * u + s, pair_fma(whole<K_BITS>(y, 2 * s, k_masks), step, bias), pair_fma(whole<K_BITS>(y, 2 * s + 1, k_masks), step, bias));
+#elif K_BITS == 2
+        unsigned a, b;
+        four_levels<COPIES>(k_pairs, part_of<8>(code[n][u / 2], 2 * (u % 2) + s), a, b);
+        SCORE(0, n, 2 * u + s, a, b);
 #else
         const unsigned a = part_of<2 * K_BITS>(x, 2 * s), b = part_of<2 * K_BITS>(x, 2 * s + 1);
         SCORE(0, n, 2 * u + s, level<COPIES>(k_pairs, a), level<COPIES>(k_pairs, b));
@@ -304,31 +311,45 @@ for (; base < last; base += WARPS * TILE) {
 #endif
       UNROLL
       for (int u = 0; u < DV / 64; u++) {
-        unsigned low[2], up[2];
+        unsigned x[2][2][4];  // 16 rows of the product by 4 values
         UNROLL
         for (int y = 0; y < 2; y++) {
-          const unsigned a = unit<V_BITS>(code[y][0], u), b = unit<V_BITS>(code[y][1], u);
-          low[y] = LACED ? laced(a, b, 0) : facing<V_BITS>(a, b, 0);
-          up[y] = LACED ? laced(a, b, 1) : facing<V_BITS>(a, b, 1);
-        }
-#if VALUES == TOKEN_AFFINE
-        unsigned step[2], bias[2];
-        UNROLL
-        for (int y = 0; y < 2; y++) {
-          const int group = GROUP_OF(r, DV / 8, u, V_GROUP);
-          const int a = TILE_ROW(h, n + y, 0) * V_GROUPS + group, b = TILE_ROW(h, n + y, 1) * V_GROUPS + group;
-          step[y] = halves(v_size[a], v_size[b]);
-          bias[y] = halves(v_size[V_SIZES / 2 + a], v_size[V_SIZES / 2 + b]);
-        }
-#define VALUE(x, y, i) pair_fma(whole<V_BITS>(x[y], i, v_masks), step[y], bias[y])
+#if VALUES == CODEBOOK && V_BITS == 2
+          UNROLL
+          for (int z = 0; z < 2; z++) {
+            const unsigned codes = laced<V_BITS>(code[y][0][u / 2], code[y][1][u / 2], z);
+            UNROLL
+            for (int i = 0; i < 4; i += 2) {
+              four_levels<COPIES>(v_pairs, part_of<8>(codes, 2 * (u % 2) + i / 2), x[y][z][i], x[y][z][i + 1]);
+              x[y][z][i] = pair_mul(x[y][z][i], size[y]), x[y][z][i + 1] = pair_mul(x[y][z][i + 1], size[y]);
+            }
+          }
 #else
-#define VALUE(x, y, i) pair_mul(level<COPIES>(v_pairs, LACED ? part_of<8>(x[y], i) : both<V_BITS>(x[y], i)), size[y])
+          const unsigned a = unit<V_BITS>(code[y][0], u), b = unit<V_BITS>(code[y][1], u);
+#if VALUES == TOKEN_AFFINE
+          const int group = GROUP_OF(r, DV / 8, u, V_GROUP);
+          const int first = TILE_ROW(h, n + y, 0) * V_GROUPS + group, second = TILE_ROW(h, n + y, 1) * V_GROUPS + group;
+          const unsigned step = halves(v_size[first], v_size[second]);
+          const unsigned bias = halves(v_size[V_SIZES / 2 + first], v_size[V_SIZES / 2 + second]);
 #endif
+          UNROLL
+          for (int z = 0; z < 2; z++) {
+            UNROLL
+            for (int i = 0; i < 4; i++) {
+#if VALUES == TOKEN_AFFINE
+              x[y][z][i] = pair_fma(whole<V_BITS>(facing<V_BITS>(a, b, z), i, v_masks), step, bias);
+#else
+              const unsigned codes = LACED ? part_of<8>(laced<4>(a, b, z), i) : both<V_BITS>(facing<V_BITS>(a, b, z), i);
+              x[y][z][i] = pair_mul(level<COPIES>(v_pairs, codes), size[y]);
+#endif
+            }
+          }
+#endif
+        }
         UNROLL
         for (int i = 0; i < 4; i++) {
-          const unsigned a0 = VALUE(low, 0, i), a1 = VALUE(up, 0, i), a2 = VALUE(low, 1, i), a3 = VALUE(up, 1, i);
           UNROLL
-          for (int o = 0; o < QUERIES; o++) mma(acc[o][4 * u + i], a0, a1, a2, a3, p[h][n][o], p[h][n + 1][o]);
+          for (int o = 0; o < QUERIES; o++) mma(acc[o][4 * u + i], x[0][0][i], x[0][1][i], x[1][0][i], x[1][1][i], p[h][n][o], p[h][n + 1][o]);
         }
       }
     }

@@ -66,9 +66,10 @@ template <int BITS> FN unsigned both(unsigned halves, int i) {
   return (x & low) | ((x >> (16 - BITS)) & (low << BITS));
 }
 
-// Codes of two units as bytes, one code of each unit in a byte (4 bits): the even (`odd` = 0) or the odd ones of both.
-FN unsigned laced(unsigned a, unsigned b, int odd) {
-  return odd ? ((a >> 4) & 0x0f0f0f0fu) | (b & 0xf0f0f0f0u) : (a & 0x0f0f0f0fu) | ((b << 4) & 0xf0f0f0f0u);
+// Codes of two words by turns, one of a and one of b: the even (`odd` = 0) or the odd ones of both (2 or 4 bits).
+template <int BITS> FN unsigned laced(unsigned a, unsigned b, int odd) {
+  const unsigned even = BITS == 2 ? 0x33333333u : 0x0f0f0f0fu;
+  return odd ? ((a >> BITS) & even) | (b & ~even) : (a & even) | ((b << BITS) & ~even);
 }
 
 // Number `i` of the parts of `BITS` bits of x.
@@ -78,6 +79,10 @@ template <int BITS> FN unsigned part_of(unsigned x, int i) {
 
 // The levels of a pair of codes; the copies of one lane begin at `pairs`.
 template <int COPIES_> FN unsigned level(Place pairs, unsigned codes) { return word_at(pairs, codes * (4 * COPIES_)); }
+// The levels of 4 codes, a byte, as two pairs.
+template <int COPIES_> FN void four_levels(Place pairs, unsigned codes, unsigned& a, unsigned& b) {
+  words_at(pairs, codes * (4 * COPIES_), a, b);
+}
 
 // Unit r of bytes in shared memory, 3 bits wide ones too.
 template <int BITS> FN unsigned unaligned(const uint8_t* at, int r) {
