@@ -25,7 +25,11 @@ const unsigned zero = unsigned(counts[0]) >> 31;
 #define K_BYTES (DT * 8 * K_BITS)
 #define STAGED (2 * K_GROUP == TILE)
 #define K_SIZES (STAGED ? 4 * DT : 0)
+#define MEET BARRIER  // all warps ask for keys together
+#define LEAP (WARPS * TILE)
 #else
+#define MEET meet
+#define LEAP TILE
 #define TILE_ROW(sub, n, e) (8 * (n) + 2 * j + (e))
 #if KEYS == TOKEN_AFFINE
 #define QUERY_CHANNEL(step, x) (j * (DT / 4) + 8 * ((step) / 2) + 2 * ((step) % 2) + (x) / 2 + 4 * ((x) % 2))
@@ -102,7 +106,7 @@ for (int o = 0; o < QUERIES; o++) {
 
 const uint8_t* k_bytes = reinterpret_cast<const uint8_t*>(k_words);
 const uint8_t* v_bytes = reinterpret_cast<const uint8_t*>(v_words);
-const int shares = counts[16], each = ((HELD + shares - 1) / shares + TILE - 1) / TILE * TILE;
+const int shares = counts[16], each = ((HELD + shares - 1) / shares + LEAP - 1) / LEAP * LEAP;
 const int last = HELD < (GROUP_X + 1) * each ? HELD : (GROUP_X + 1) * each;
 int base = GROUP_X * each + WARP * TILE, ahead = base;
 
@@ -110,8 +114,9 @@ int base = GROUP_X * each + WARP * TILE, ahead = base;
 #define ASK(stage)                                                                                                   \
   {                                                                                                                  \
     uint8_t* to = stages + (stage) * STAGE_BYTES;                                                                    \
+    ASK_KEYS(stage)                                                                                                  \
     if (ahead < last) {                                                                                              \
-      ASK_KEYS(to)                                                                                                   \
+      ASK_OWN_KEYS(to)                                                                                               \
       const size_t row = head * counts[9] + ahead;                                                                   \
       UNROLL                                                                                                         \
       for (int i = LANE * 16; i < V_BYTES; i += 512) {                                                               \
@@ -126,22 +131,41 @@ int base = GROUP_X * each + WARP * TILE, ahead = base;
     ahead += WARPS * TILE;                                                                                           \
   }
 #if KEYS == CHANNEL_AFFINE
+// Together, as the rows of all warps lie side by side in each channel: a warp alone would read 8 * K_BITS bytes of a line.
 const size_t k_row = size_t(counts[8]) / 8 * K_BITS, groups = counts[8] / K_GROUP;
 #define PIECE (K_BITS % 2 ? 8 : 16)
-#define ASK_KEYS(to)                                                                                                 \
-  UNROLL                                                                                                             \
-  for (int i = LANE * PIECE; i < K_BYTES; i += 32 * PIECE)                                                           \
-    copy_later<PIECE>(to + i, k_bytes + (head * DT + i / (8 * K_BITS)) * k_row + ahead / 8 * K_BITS + i % (8 * K_BITS)); \
-  if (STAGED) {                                                                                                      \
-    UNROLL                                                                                                           \
-    for (int c = LANE; c < DT; c += 32) {                                                                            \
-      const size_t group = (head * DT + c) * groups + ahead / K_GROUP;                                               \
-      copy_later<4>(to + K_SIZES_AT + 4 * c, k_scales + group);                                                      \
-      copy_later<4>(to + K_SIZES_AT + K_SIZES + 4 * c, k_biases + group);                                            \
+#define PIECES (8 * K_BITS / PIECE)
+#define ABREAST (WARPS * 32 / (WARPS * PIECES))  // channels whose codes are asked for at a time
+const int k_lane = WARP * 32 + LANE, k_piece = k_lane % (WARPS * PIECES), k_channel = k_lane / (WARPS * PIECES);
+const int k_ahead = k_channel < ABREAST ? k_piece / PIECES * TILE : HELD;  // of this lane's pieces
+const int k_to = k_piece / PIECES * STAGES * STAGE_BYTES + k_channel * (8 * K_BITS) + k_piece % PIECES * PIECE;
+const uint8_t* k_next = k_bytes + (head * DT + k_channel) * k_row + GROUP_X * each / 8 * K_BITS + k_piece * PIECE;
+const int size_ahead = k_lane % WARPS * TILE, size_to = k_lane % WARPS * STAGES * STAGE_BYTES + K_SIZES_AT + k_lane / WARPS * 4;
+size_t size_at = (head * DT + k_lane / WARPS) * groups + (GROUP_X * each + size_ahead) / K_GROUP;
+#define ASK_KEYS(stage)                                                                                              \
+  {                                                                                                                  \
+    uint8_t* all = stages - WARP * STAGES * STAGE_BYTES + (stage) * STAGE_BYTES;                                     \
+    const int left = last - ahead + WARP * TILE;                                                                     \
+    if (k_ahead < left) {                                                                                            \
+      UNROLL                                                                                                         \
+      for (int i = 0; i < DT; i += ABREAST)                                                                          \
+        if (DT % ABREAST == 0 || k_channel + i < DT)                                                                 \
+          copy_later<PIECE>(all + k_to + i * (8 * K_BITS), k_next + i * k_row);                                      \
     }                                                                                                                \
+    k_next += WARPS * TILE / 8 * K_BITS;                                                                             \
+    if (STAGED && size_ahead < left) {                                                                               \
+      UNROLL                                                                                                         \
+      for (int i = 0; i < DT; i += 32) {                                                                             \
+        copy_later<4>(all + size_to + 4 * i, k_scales + size_at + i * groups);                                       \
+        copy_later<4>(all + size_to + K_SIZES + 4 * i, k_biases + size_at + i * groups);                             \
+      }                                                                                                              \
+    }                                                                                                                \
+    size_at += WARPS * TILE / K_GROUP;                                                                               \
   }
+#define ASK_OWN_KEYS(to)
 #else
-#define ASK_KEYS(to)                                                                                                 \
+#define ASK_KEYS(stage)
+#define ASK_OWN_KEYS(to)                                                                                                 \
   const size_t k_at = head * counts[8] + ahead;                                                                      \
   UNROLL                                                                                                             \
   for (int i = LANE * 16; i < K_BYTES; i += 512) copy_later<16>(to + i, k_bytes + k_at * (K_BYTES / TILE) + i);      \
@@ -159,21 +183,22 @@ const size_t k_row = size_t(counts[8]) / 8 * K_BITS, groups = counts[8] / K_GROU
 #define ASK_V_BIASES(to)
 #endif
 
-unsigned k_masks[4], other_masks[4];
+unsigned k_masks[8], other_masks[8];
 #define v_masks (K_BITS == V_BITS ? k_masks : other_masks)
 UNROLL
-for (int i = 0; i < 4; i++) k_masks[i] = mask_of<K_BITS>(i) ^ zero, other_masks[i] = mask_of<V_BITS>(i) ^ zero;
+for (int i = 0; i < 8; i++) k_masks[i] = mask_of<K_BITS>(i) ^ zero, other_masks[i] = mask_of<V_BITS>(i) ^ zero;
 
 UNROLL
 for (int stage = 0; stage < STAGES - 1; stage++) ASK(stage)
 int stage = 0;
-for (; base < last; base += WARPS * TILE) {
-  meet();  // all lanes have read what is now overwritten
+for (; base / LEAP * LEAP < last; base += WARPS * TILE) {
+  MEET();  // all lanes have read what is now overwritten
   ASK(stage == 0 ? STAGES - 1 : stage - 1)
   await_groups<STAGES - 1>();
-  meet();
+  MEET();
   const uint8_t* here = stages + stage * STAGE_BYTES;
   stage = stage + 1 == STAGES ? 0 : stage + 1;
+  if (base >= last) continue;  // others may still have a tile
   const FLOAT16* k_size = reinterpret_cast<const FLOAT16*>(here + K_SIZES_AT);
   const FLOAT16* v_size = reinterpret_cast<const FLOAT16*>(here + V_SIZES_AT);
 
@@ -183,7 +208,57 @@ for (; base < last; base += WARPS * TILE) {
                                query_low(s, 1), b0, b1)
 #define query_low(s, x) (QUERIES > 1 ? query[s][QUERIES - 1][x] : 0u)
 
-#if KEYS == CHANNEL_AFFINE
+#if KEYS == CHANNEL_AFFINE && K_GROUP >= 32
+  // Steps go into the queries, codes in as 1024 plus a power of two times the code. Rows 0 to 7 of the product are the
+  // queries by the steps of the first 32 rows of the tile, rows 8 to 15 the same ones by those of the last 32.
+  UNROLL
+  for (int o = 0; o < QUERIES; o++) {
+    float raw[2][4][4], stepped[4], biased[4];
+    UNROLL
+    for (int s = 0; s < STEPS; s++) {
+      unsigned code[4], first[2], second[2], bias[2];
+      UNROLL
+      for (int x = 0; x < 4; x++) code[x] = unaligned<K_BITS>(here + QUERY_CHANNEL(s, x) * (8 * K_BITS), r);
+      UNROLL
+      for (int x = 0; x < 2; x++) {
+        const int c = QUERY_CHANNEL(s, 2 * x);
+        if (STAGED) {
+          unsigned even[1], odd[1];
+          load<4>(k_size + 2 * c, even);
+          load<4>(k_size + 2 * c + 8, odd);
+          first[x] = bytes_of(even[0], odd[0], 0x5410), second[x] = bytes_of(even[0], odd[0], 0x7632);
+          const int at = K_SIZES / 2 + 2 * c + (r >> 2);
+          bias[x] = halves(k_size[at], k_size[at + 8]);
+        } else {
+          const size_t at = (head * DT + c) * groups + base / K_GROUP;
+          first[x] = second[x] = halves(k_scales[at], k_scales[at + 4 * groups]);
+          bias[x] = halves(k_biases[at], k_biases[at + 4 * groups]);
+        }
+        first[x] = pair_mul(query[s][o][x], first[x]), second[x] = pair_mul(query[s][o][x], second[x]);
+      }
+      UNROLL
+      for (int h = 0; h < 2; h++) {
+        const unsigned a = abreast<K_BITS>(code[0], code[1], h), b = abreast<K_BITS>(code[2], code[3], h);
+        UNROLL
+        for (int n = 0; n < 4; n++)
+          (s == 0 ? mma_first : mma)(raw[h][n], first[0], second[0], first[1], second[1],
+                                     digits<K_BITS>(a, 4 * h + n, k_masks), digits<K_BITS>(b, 4 * h + n, k_masks));
+      }
+      (s == 0 ? mma_first : mma)(stepped, first[0], second[0], first[1], second[1], INTEGER, INTEGER);
+      (s == 0 ? mma_first : mma)(biased, query[s][o][0], 0u, query[s][o][1], 0u, bias[0], bias[1]);
+    }
+    UNROLL
+    for (int h = 0; h < 2; h++) {
+      UNROLL
+      for (int n = 0; n < 4; n++) {
+        const float part = 1.0f / float(1 << left_of<K_BITS>(4 * h + n));
+        const float rest = biased[0] - (j < 2 ? stepped[0] : stepped[2]) * part;
+        UNROLL
+        for (int e = 0; e < 2; e++) score[h][n][2 * o + e] = (j < 2 ? raw[h][n][e] : raw[h][n][2 + e]) * part + rest;
+      }
+    }
+  }
+#elif KEYS == CHANNEL_AFFINE
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     unsigned code[4], step[2], bias[2];
@@ -191,15 +266,9 @@ for (; base < last; base += WARPS * TILE) {
     for (int x = 0; x < 4; x++) code[x] = unaligned<K_BITS>(here + QUERY_CHANNEL(s, x) * (8 * K_BITS), r);
     UNROLL
     for (int x = 0; x < 2; x++) {
-      if (STAGED) {
-        const int at = 2 * QUERY_CHANNEL(s, 2 * x) + (r >> 2);
-        step[x] = halves(k_size[at], k_size[at + 8]);
-        bias[x] = halves(k_size[K_SIZES / 2 + at], k_size[K_SIZES / 2 + at + 8]);
-      } else {
-        const size_t at = (head * DT + QUERY_CHANNEL(s, 2 * x)) * groups + (base + 8 * r) / K_GROUP;
-        step[x] = halves(k_scales[at], k_scales[at + 4 * groups]);
-        bias[x] = halves(k_biases[at], k_biases[at + 4 * groups]);
-      }
+      const size_t at = (head * DT + QUERY_CHANNEL(s, 2 * x)) * groups + (base + 8 * r) / K_GROUP;
+      step[x] = halves(k_scales[at], k_scales[at + 4 * groups]);
+      bias[x] = halves(k_biases[at], k_biases[at + 4 * groups]);
     }
     UNROLL
     for (int h = 0; h < SUBS; h++) {
