@@ -186,7 +186,7 @@ size_t size_at = (head * DT + k_lane / WARPS) * groups + (GROUP_X * each + size_
 unsigned k_masks[8], other_masks[8];
 #define v_masks (K_BITS == V_BITS ? k_masks : other_masks)
 UNROLL
-for (int i = 0; i < 8; i++) k_masks[i] = mask_of<K_BITS>(i) ^ zero, other_masks[i] = mask_of<V_BITS>(i) ^ zero;
+for (int i = 0; i < 8; i++) k_masks[i] = mask_of<K_BITS>(i) + zero, other_masks[i] = mask_of<V_BITS>(i) + zero;
 
 UNROLL
 for (int stage = 0; stage < STAGES - 1; stage++) ASK(stage)
@@ -406,7 +406,7 @@ for (; base / LEAP * LEAP < last; base += WARPS * TILE) {
             UNROLL
             for (int i = 0; i < 4; i++) {
 #if VALUES == TOKEN_AFFINE
-              x[y][z][i] = pair_fma(whole<V_BITS>(facing<V_BITS>(a, b, z), i, v_masks), step, bias);
+              x[y][z][i] = pair_fma(whole<V_BITS>(abreast<V_BITS>(a, b, z), 4 * z + i, v_masks), step, bias);
 #else
               const unsigned codes = LACED ? part_of<8>(laced<4>(a, b, z), i) : both<V_BITS>(facing<V_BITS>(a, b, z), i);
               x[y][z][i] = pair_mul(level<COPIES>(v_pairs, codes), size[y]);

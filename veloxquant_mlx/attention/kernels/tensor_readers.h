@@ -48,27 +48,27 @@ template <int BITS> FN unsigned facing(unsigned a, unsigned b, int high) {
   return ((a >> (high ? 4 * BITS : 0)) & keep) | (((b >> (high ? 4 * BITS : 0)) & keep) << 16);
 }
 
-// Code i of each half, as a pair of whole numbers. The last 10 bits of a half are its digits: a code need not be moved to
-// the lowest of them, the products take the power of two out. `masks` are those of `mask_of`.
-template <int BITS> FN int moved(int i) { return BITS * i + BITS <= 10 ? 0 : BITS == 4 ? 8 : BITS * i; }
-template <int BITS> FN unsigned mask_of(int i) { return ONES * (((1u << BITS) - 1) << (BITS * i)); }
-template <int BITS> FN unsigned whole(unsigned words, int i, const unsigned (&masks)[8]) {
-  const int left = BITS * i - moved<BITS>(i);
-  const unsigned x = ((words >> moved<BITS>(i)) & masks[left / BITS]) | INTEGER;
-  if (left == 0) return pair_sub(x, INTEGER);
-  const unsigned inverse = (15u - left) << 10, offset = 0x8000u | (25u - left) << 10;  // 2^-left, -2^(10 - left)
-  return pair_fma(x, inverse * ONES, offset * ONES);
-}
-
 // Codes of two units side by side: all 8 in each half where they fit in (1 or 2 bits), else those of `facing`.
 template <int BITS> FN unsigned abreast(unsigned a, unsigned b, int high) {
   return BITS <= 2 ? bytes_of(a, b, 0x5410) : facing<BITS>(a, b, high);
 }
-// Codes 0 to 7 of units as `abreast` leaves them: 1024 + 2^left * code as pairs of halves.
-template <int BITS> FN int dropped(int i) { return BITS == 1 ? 0 : BITS == 2 ? (i < 5 ? 0 : 6) : moved<BITS>(i % 4); }
+// Code i of 8 in words as `abreast` leaves them: 1024 + 2^left * code as a pair of halves. The last 10 bits of a half are
+// its digits: a code need not be moved to the lowest of them. `masks` are those of `mask_of`.
+template <int BITS> FN int dropped(int i) {
+  return BITS == 1 ? 0 : BITS == 2 ? (i < 5 ? 0 : 6) : BITS * (i % 4) + BITS <= 10 ? 0 : BITS == 4 ? 8 : 9;
+}
 template <int BITS> FN int left_of(int i) { return BITS * (BITS <= 2 ? i : i % 4) - dropped<BITS>(i); }
+template <int BITS> FN unsigned mask_of(int i) { return ONES * (((1u << BITS) - 1) << (BITS * i)); }
 template <int BITS> FN unsigned digits(unsigned words, int i, const unsigned (&masks)[8]) {
   return ((words >> dropped<BITS>(i)) & masks[left_of<BITS>(i) / BITS]) | INTEGER;
+}
+// The same as a pair of whole numbers.
+template <int BITS> FN unsigned whole(unsigned words, int i, const unsigned (&masks)[8]) {
+  const int left = left_of<BITS>(i);
+  const unsigned x = digits<BITS>(words, i, masks);
+  if (left == 0) return pair_sub(x, INTEGER);
+  const unsigned inverse = (15u - left) << 10, offset = 0x8000u | (25u - left) << 10;  // 2^-left, -2^(10 - left)
+  return pair_fma(x, inverse * ONES, offset * ONES);
 }
 
 // Code i of each half as one number: that of the low half in the low bits.
