@@ -19,17 +19,22 @@ const unsigned zero = unsigned(counts[0]) >> 31;
 #define SHIFT 15.0f  // weights are kept below 2^15: the smallest of them then keep their digits in half precision
 
 #if KEYS == CHANNEL_AFFINE
-#define TILE_ROW(sub, n, e) (16 * j + 8 * (e) + 4 * (sub) + (n))  // the row of score (n, e) of this lane
-#define QUERY_CHANNEL(step, x) (16 * (step) + 4 * (x) + j)
-#define V_PLACE(row) (((row) & 15) * 4 + ((row) >> 4))  // rows of lanes that read together lie together
+#define STEPS_IN_QUERY (K_GROUP >= 32)  // steps of keys go into the queries
+#define BY_HALVES (STEPS_IN_QUERY && K_BITS == 4)  // a product is over one half of the tile, else over both
+#if BY_HALVES
+#define TILE_ROW(sub, n, e) (32 * (sub) + 8 * j + 4 * (e) + (n))  // the row of score (n, e) of this lane
+#define V_PLACE(row) (((row) & 32) | ((row) & 7) << 2 | ((row) >> 3 & 3))  // rows of lanes that read together lie together
+#else
+#define TILE_ROW(sub, n, e) (16 * j + 8 * (e) + 4 * (sub) + (n))
+#define V_PLACE(row) (((row) & 15) * 4 + ((row) >> 4))
+#endif
+#define QUERY_CHANNEL(step, x) (16 * (step) + 8 * ((x) / 2) + 2 * j + (x) % 2)
+// Where byte `at` of a channel lies: lanes that read together do not wait for one bank.
+#define K_MOVED(channel, at) (BY_HALVES ? (at) ^ ((channel) & 4) << 2 : (at))
 #define K_BYTES (DT * 8 * K_BITS)
 #define STAGED (2 * K_GROUP == TILE)
 #define K_SIZES (STAGED ? 4 * DT : 0)
-#define MEET BARRIER  // all warps ask for keys together
-#define LEAP (WARPS * TILE)
 #else
-#define MEET meet
-#define LEAP TILE
 #define TILE_ROW(sub, n, e) (8 * (n) + 2 * j + (e))
 #if KEYS == TOKEN_AFFINE
 #define QUERY_CHANNEL(step, x) (j * (DT / 4) + 8 * ((step) / 2) + 2 * ((step) % 2) + (x) / 2 + 4 * ((x) % 2))
@@ -106,7 +111,7 @@ for (int o = 0; o < QUERIES; o++) {
 
 const uint8_t* k_bytes = reinterpret_cast<const uint8_t*>(k_words);
 const uint8_t* v_bytes = reinterpret_cast<const uint8_t*>(v_words);
-const int shares = counts[16], each = ((HELD + shares - 1) / shares + LEAP - 1) / LEAP * LEAP;
+const int shares = counts[16], each = ((HELD + shares - 1) / shares + TILE - 1) / TILE * TILE;
 const int last = HELD < (GROUP_X + 1) * each ? HELD : (GROUP_X + 1) * each;
 int base = GROUP_X * each + WARP * TILE, ahead = base;
 
@@ -114,9 +119,8 @@ int base = GROUP_X * each + WARP * TILE, ahead = base;
 #define ASK(stage)                                                                                                   \
   {                                                                                                                  \
     uint8_t* to = stages + (stage) * STAGE_BYTES;                                                                    \
-    ASK_KEYS(stage)                                                                                                  \
     if (ahead < last) {                                                                                              \
-      ASK_OWN_KEYS(to)                                                                                               \
+      ASK_KEYS(to)                                                                                                   \
       const size_t row = head * counts[9] + ahead;                                                                   \
       UNROLL                                                                                                         \
       for (int i = LANE * 16; i < V_BYTES; i += 512) {                                                               \
@@ -131,41 +135,28 @@ int base = GROUP_X * each + WARP * TILE, ahead = base;
     ahead += WARPS * TILE;                                                                                           \
   }
 #if KEYS == CHANNEL_AFFINE
-// Together, as the rows of all warps lie side by side in each channel: a warp alone would read 8 * K_BITS bytes of a line.
+// Every channel has a few bytes of a line; the other warps ask for the rest of it at about the same time.
 const size_t k_row = size_t(counts[8]) / 8 * K_BITS, groups = counts[8] / K_GROUP;
 #define PIECE (K_BITS % 2 ? 8 : 16)
 #define PIECES (8 * K_BITS / PIECE)
-#define ABREAST (WARPS * 32 / (WARPS * PIECES))  // channels whose codes are asked for at a time
-const int k_lane = WARP * 32 + LANE, k_piece = k_lane % (WARPS * PIECES), k_channel = k_lane / (WARPS * PIECES);
-const int k_ahead = k_channel < ABREAST ? k_piece / PIECES * TILE : HELD;  // of this lane's pieces
-const int k_to = k_piece / PIECES * STAGES * STAGE_BYTES + k_channel * (8 * K_BITS) + k_piece % PIECES * PIECE;
-const uint8_t* k_next = k_bytes + (head * DT + k_channel) * k_row + GROUP_X * each / 8 * K_BITS + k_piece * PIECE;
-const int size_ahead = k_lane % WARPS * TILE, size_to = k_lane % WARPS * STAGES * STAGE_BYTES + K_SIZES_AT + k_lane / WARPS * 4;
-size_t size_at = (head * DT + k_lane / WARPS) * groups + (GROUP_X * each + size_ahead) / K_GROUP;
-#define ASK_KEYS(stage)                                                                                              \
-  {                                                                                                                  \
-    uint8_t* all = stages - WARP * STAGES * STAGE_BYTES + (stage) * STAGE_BYTES;                                     \
-    const int left = last - ahead + WARP * TILE;                                                                     \
-    if (k_ahead < left) {                                                                                            \
-      UNROLL                                                                                                         \
-      for (int i = 0; i < DT; i += ABREAST)                                                                          \
-        if (DT % ABREAST == 0 || k_channel + i < DT)                                                                 \
-          copy_later<PIECE>(all + k_to + i * (8 * K_BITS), k_next + i * k_row);                                      \
+#define ABREAST (32 / PIECES)  // channels whose codes are asked for at a time
+const int k_channel = LANE / PIECES, k_at = LANE % PIECES * PIECE, k_to = k_channel * (8 * K_BITS) + K_MOVED(k_channel, k_at);
+const uint8_t* k_from = k_bytes + (head * DT + k_channel) * k_row + k_at;
+const size_t size_from = (head * DT + LANE) * groups;
+#define ASK_KEYS(to)                                                                                                 \
+  UNROLL                                                                                                             \
+  for (int i = 0; i < DT; i += ABREAST)                                                                              \
+    if (32 % PIECES == 0 || (k_channel < ABREAST && k_channel + i < DT))                                             \
+      copy_line<PIECE>(to + k_to + i * (8 * K_BITS), k_from + ahead / 8 * K_BITS + i * k_row);                       \
+  if (STAGED) {                                                                                                      \
+    UNROLL                                                                                                           \
+    for (int c = LANE, i = 0; i < DT; c += 32, i += 32) {                                                            \
+      copy_line<4>(to + K_SIZES_AT + 4 * c, k_scales + size_from + ahead / K_GROUP + i * groups);                    \
+      copy_line<4>(to + K_SIZES_AT + K_SIZES + 4 * c, k_biases + size_from + ahead / K_GROUP + i * groups);          \
     }                                                                                                                \
-    k_next += WARPS * TILE / 8 * K_BITS;                                                                             \
-    if (STAGED && size_ahead < left) {                                                                               \
-      UNROLL                                                                                                         \
-      for (int i = 0; i < DT; i += 32) {                                                                             \
-        copy_later<4>(all + size_to + 4 * i, k_scales + size_at + i * groups);                                       \
-        copy_later<4>(all + size_to + K_SIZES + 4 * i, k_biases + size_at + i * groups);                             \
-      }                                                                                                              \
-    }                                                                                                                \
-    size_at += WARPS * TILE / K_GROUP;                                                                               \
   }
-#define ASK_OWN_KEYS(to)
 #else
-#define ASK_KEYS(stage)
-#define ASK_OWN_KEYS(to)                                                                                                 \
+#define ASK_KEYS(to)                                                                                                 \
   const size_t k_at = head * counts[8] + ahead;                                                                      \
   UNROLL                                                                                                             \
   for (int i = LANE * 16; i < K_BYTES; i += 512) copy_later<16>(to + i, k_bytes + k_at * (K_BYTES / TILE) + i);      \
@@ -191,14 +182,13 @@ for (int i = 0; i < 8; i++) k_masks[i] = mask_of<K_BITS>(i) + zero, other_masks[
 UNROLL
 for (int stage = 0; stage < STAGES - 1; stage++) ASK(stage)
 int stage = 0;
-for (; base / LEAP * LEAP < last; base += WARPS * TILE) {
-  MEET();  // all lanes have read what is now overwritten
+for (; base < last; base += WARPS * TILE) {
+  meet();  // all lanes have read what is now overwritten
   ASK(stage == 0 ? STAGES - 1 : stage - 1)
   await_groups<STAGES - 1>();
-  MEET();
+  meet();
   const uint8_t* here = stages + stage * STAGE_BYTES;
   stage = stage + 1 == STAGES ? 0 : stage + 1;
-  if (base >= last) continue;  // others may still have a tile
   const FLOAT16* k_size = reinterpret_cast<const FLOAT16*>(here + K_SIZES_AT);
   const FLOAT16* v_size = reinterpret_cast<const FLOAT16*>(here + V_SIZES_AT);
 
@@ -208,53 +198,73 @@ for (; base / LEAP * LEAP < last; base += WARPS * TILE) {
                                query_low(s, 1), b0, b1)
 #define query_low(s, x) (QUERIES > 1 ? query[s][QUERIES - 1][x] : 0u)
 
-#if KEYS == CHANNEL_AFFINE && K_GROUP >= 32
+#if KEYS == CHANNEL_AFFINE && STEPS_IN_QUERY
   // Steps go into the queries, codes in as 1024 plus a power of two times the code. Rows 0 to 7 of the product are the
-  // queries by the steps of the first 32 rows of the tile, rows 8 to 15 the same ones by those of the last 32.
+  // queries by the steps of the first 32 rows of the tile, rows 8 to 15 the same ones by those of the last 32 (or empty).
   UNROLL
   for (int o = 0; o < QUERIES; o++) {
     float raw[2][4][4], stepped[4], biased[4];
+#if K_BITS == 2
+    unsigned pairs[STEPS / 2][4];
+    UNROLL
+    for (int s = 0; s < STEPS; s += 2) load_turned(here + (16 * s + LANE) * (8 * K_BITS), pairs[s / 2]);
+#endif
     UNROLL
     for (int s = 0; s < STEPS; s++) {
-      unsigned code[4], first[2], second[2], bias[2];
+      unsigned code[4];  // pairs of channels: two of the first half of the rows, two of the second
+#if K_BITS == 4
+      load_turned(here + K_BYTES / STEPS * s + (LANE & 15) * 32 + K_MOVED(LANE, LANE & 16), code);
+#elif K_BITS == 2
+      code[0] = code[2] = pairs[s / 2][s % 2 * 2], code[1] = code[3] = pairs[s / 2][s % 2 * 2 + 1];
+#else
+      unsigned units[4];
       UNROLL
-      for (int x = 0; x < 4; x++) code[x] = unaligned<K_BITS>(here + QUERY_CHANNEL(s, x) * (8 * K_BITS), r);
+      for (int x = 0; x < 4; x++) units[x] = unaligned<K_BITS>(here + QUERY_CHANNEL(s, x) * (8 * K_BITS), r);
+      UNROLL
+      for (int x = 0; x < 4; x++) code[x] = abreast<K_BITS>(units[2 * (x % 2)], units[2 * (x % 2) + 1], x / 2);
+#endif
+      unsigned step[2][2], bias[2];
       UNROLL
       for (int x = 0; x < 2; x++) {
         const int c = QUERY_CHANNEL(s, 2 * x);
         if (STAGED) {
-          unsigned even[1], odd[1];
-          load<4>(k_size + 2 * c, even);
-          load<4>(k_size + 2 * c + 8, odd);
-          first[x] = bytes_of(even[0], odd[0], 0x5410), second[x] = bytes_of(even[0], odd[0], 0x7632);
-          const int at = K_SIZES / 2 + 2 * c + (r >> 2);
-          bias[x] = halves(k_size[at], k_size[at + 8]);
+          unsigned of_channel[2];
+          load<8>(k_size + 2 * c, of_channel);
+          step[0][x] = bytes_of(of_channel[0], of_channel[1], 0x5410);
+          step[1][x] = bytes_of(of_channel[0], of_channel[1], 0x7632);
+          load<8>(k_size + K_SIZES / 2 + 2 * c, of_channel);
+          bias[x] = bytes_of(of_channel[0], of_channel[1], r < 4 ? 0x5410 : 0x7632);
         } else {
           const size_t at = (head * DT + c) * groups + base / K_GROUP;
-          first[x] = second[x] = halves(k_scales[at], k_scales[at + 4 * groups]);
-          bias[x] = halves(k_biases[at], k_biases[at + 4 * groups]);
+          step[0][x] = step[1][x] = halves(k_scales[at], k_scales[at + groups]);
+          bias[x] = halves(k_biases[at], k_biases[at + groups]);
         }
-        first[x] = pair_mul(query[s][o][x], first[x]), second[x] = pair_mul(query[s][o][x], second[x]);
+        step[0][x] = pair_mul(query[s][o][x], step[0][x]), step[1][x] = pair_mul(query[s][o][x], step[1][x]);
       }
       UNROLL
       for (int h = 0; h < 2; h++) {
-        const unsigned a = abreast<K_BITS>(code[0], code[1], h), b = abreast<K_BITS>(code[2], code[3], h);
+        const int first = BY_HALVES ? h : 0;
         UNROLL
         for (int n = 0; n < 4; n++)
-          (s == 0 ? mma_first : mma)(raw[h][n], first[0], second[0], first[1], second[1],
-                                     digits<K_BITS>(a, 4 * h + n, k_masks), digits<K_BITS>(b, 4 * h + n, k_masks));
+          (s == 0 ? mma_first : mma)(raw[h][n], step[first][0], BY_HALVES ? 0u : step[1][0], step[first][1],
+                                     BY_HALVES ? 0u : step[1][1], digits<K_BITS>(code[2 * h], 4 * h + n, k_masks),
+                                     digits<K_BITS>(code[2 * h + 1], 4 * h + n, k_masks));
       }
-      (s == 0 ? mma_first : mma)(stepped, first[0], second[0], first[1], second[1], INTEGER, INTEGER);
+      (s == 0 ? mma_first : mma)(stepped, step[0][0], step[1][0], step[0][1], step[1][1], INTEGER, INTEGER);
       (s == 0 ? mma_first : mma)(biased, query[s][o][0], 0u, query[s][o][1], 0u, bias[0], bias[1]);
     }
+    const float other = shfl_xor(biased[0], 2);  // the sum for the other half of the rows
     UNROLL
     for (int h = 0; h < 2; h++) {
+      const bool second = BY_HALVES ? h == 1 : j > 1;
+      const float bias = second == (j > 1) ? biased[0] : other;
       UNROLL
       for (int n = 0; n < 4; n++) {
         const float part = 1.0f / float(1 << left_of<K_BITS>(4 * h + n));
-        const float rest = biased[0] - (j < 2 ? stepped[0] : stepped[2]) * part;
+        const float rest = bias - (second ? stepped[2] : stepped[0]) * part;
         UNROLL
-        for (int e = 0; e < 2; e++) score[h][n][2 * o + e] = (j < 2 ? raw[h][n][e] : raw[h][n][2 + e]) * part + rest;
+        for (int e = 0; e < 2; e++)
+          score[h][n][2 * o + e] = (second && !BY_HALVES ? raw[h][n][2 + e] : raw[h][n][e]) * part + rest;
       }
     }
   }
@@ -267,8 +277,8 @@ for (; base / LEAP * LEAP < last; base += WARPS * TILE) {
     UNROLL
     for (int x = 0; x < 2; x++) {
       const size_t at = (head * DT + QUERY_CHANNEL(s, 2 * x)) * groups + (base + 8 * r) / K_GROUP;
-      step[x] = halves(k_scales[at], k_scales[at + 4 * groups]);
-      bias[x] = halves(k_biases[at], k_biases[at + 4 * groups]);
+      step[x] = halves(k_scales[at], k_scales[at + groups]);
+      bias[x] = halves(k_biases[at], k_biases[at + groups]);
     }
     UNROLL
     for (int h = 0; h < SUBS; h++) {
