@@ -172,6 +172,9 @@ static unsigned halves(half a, half b) { return bits_of(a, b); }
 typedef const char* Place;
 static Place place_of(const unsigned* p, unsigned) { return reinterpret_cast<Place>(p); }
 static unsigned word_at(Place place, unsigned distance) { return *reinterpret_cast<const unsigned*>(place + distance); }
+static void words_at(Place place, unsigned distance, unsigned& a, unsigned& b) {
+  a = word_at(place, distance), b = word_at(place + 4, distance);
+}
 static unsigned bytes_of(unsigned a, unsigned b, unsigned which) {
   uint64_t both = uint64_t(b) << 32 | a;
   unsigned out = 0;
@@ -188,6 +191,14 @@ static unsigned pair_fma(unsigned a, unsigned b, unsigned c) {
   return bits_of(
       half(double(pair(a).low) * double(pair(b).low) + double(pair(c).low)),
       half(double(pair(a).high) * double(pair(b).high) + double(pair(c).high)));
+}
+static void load_turned(const void* at, unsigned (&out)[4]) {
+  const uint16_t** first = exchange(static_cast<const uint16_t*>(at));
+  for (int i = 0; i < 4; i++) {
+    const uint16_t *even = given(first, 8 * i + 2 * (LANE & 3)), *odd = given(first, 8 * i + 2 * (LANE & 3) + 1);
+    if (uintptr_t(even) % 16 || uintptr_t(odd) % 16) abort();
+    out[i] = even[LANE >> 2] | unsigned(odd[LANE >> 2]) << 16;
+  }
 }
 struct Operands { unsigned a[4]; };
 static void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
@@ -230,6 +241,7 @@ template <int BYTES> static void copy_later(void* to, const void* from) {
   if (uintptr_t(to) % BYTES || uintptr_t(from) % BYTES) abort();  // the device takes aligned addresses only
   memcpy(to, from, BYTES);
 }
+template <int BYTES> static void copy_line(void* to, const void* from) { copy_later<BYTES>(to, from); }
 static void close_group() {}
 template <int LEFT> static void await_groups() {}
 static void meet() { warp_sync(); }

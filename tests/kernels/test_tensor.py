@@ -68,6 +68,17 @@ def test_grid(run: int, programs: list[launch.Program]) -> None:
     assert programs[0].name == "tensor"
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim, group, rows", [(128, 32, (4, 1)), (64, 64, (8, 2))])
+def test_channels(bits: int, dim: int, group: int, rows: tuple[int, int]) -> None:
+    """Keys in groups along the tokens, whose steps the queries take: two groups per tile, or one; one block of queries,
+    or two.
+    """
+    shape = (1, 2, dim, dim)
+    held = store(stream(codec("channel", dim, bits, group)), stream(codec("token", dim, bits)), 600, shape, mx.float16)
+    assert error(held, queries(shape, *rows, mx.float16)) <= 2e-3
+
+
 SHAPE = (2, 2, 64, 64)
 
 

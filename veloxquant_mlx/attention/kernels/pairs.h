@@ -41,11 +41,28 @@ FN unsigned word_at(Place place, unsigned distance) {
   asm("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(place + distance));
   return x;
 }
+FN void words_at(Place place, unsigned distance, unsigned& a, unsigned& b) {
+  asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(place + distance));
+}
+// Four matrices of 8 x 8 halves, turned: lane l says where row l % 8 of matrix l / 8 is, and lane (r, j) gets numbers r of
+// rows 2 j and 2 j + 1.
+FN void load_turned(const void* at, unsigned (&out)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(at)));
+}
 template <int BYTES> FN void copy_later(void* to, const void* from) {
   if (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES));
+}
+// The same for a part of a line of 128 bytes whose rest is asked for soon: it comes with it, as far as the L2 cache.
+template <int BYTES> FN void copy_line(void* to, const void* from) {
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+  else
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES));
 }
 FN void close_group() { asm volatile("cp.async.commit_group;"); }
 template <int LEFT> FN void await_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }

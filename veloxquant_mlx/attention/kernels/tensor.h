@@ -19,9 +19,18 @@ const unsigned zero = unsigned(counts[0]) >> 31;
 #define SHIFT 15.0f  // weights are kept below 2^15: the smallest of them then keep their digits in half precision
 
 #if KEYS == CHANNEL_AFFINE
-#define TILE_ROW(sub, n, e) (16 * j + 8 * (e) + 4 * (sub) + (n))  // the row of score (n, e) of this lane
-#define QUERY_CHANNEL(step, x) (16 * (step) + 4 * (x) + j)
-#define V_PLACE(row) (((row) & 15) * 4 + ((row) >> 4))  // rows of lanes that read together lie together
+#define STEPS_IN_QUERY (K_GROUP >= 32)  // steps of keys go into the queries
+#define BY_HALVES (STEPS_IN_QUERY && K_BITS == 4)  // a product is over one half of the tile, else over both
+#if BY_HALVES
+#define TILE_ROW(sub, n, e) (32 * (sub) + 8 * j + 4 * (e) + (n))  // the row of score (n, e) of this lane
+#define V_PLACE(row) (((row) & 32) | ((row) & 7) << 2 | ((row) >> 3 & 3))  // rows of lanes that read together lie together
+#else
+#define TILE_ROW(sub, n, e) (16 * j + 8 * (e) + 4 * (sub) + (n))
+#define V_PLACE(row) (((row) & 15) * 4 + ((row) >> 4))
+#endif
+#define QUERY_CHANNEL(step, x) (16 * (step) + 8 * ((x) / 2) + 2 * j + (x) % 2)
+// Where byte `at` of a channel lies: lanes that read together do not wait for one bank.
+#define K_MOVED(channel, at) (BY_HALVES ? (at) ^ ((channel) & 4) << 2 : (at))
 #define K_BYTES (DT * 8 * K_BITS)
 #define STAGED (2 * K_GROUP == TILE)
 #define K_SIZES (STAGED ? 4 * DT : 0)
@@ -46,8 +55,12 @@ const unsigned zero = unsigned(counts[0]) >> 31;
 #define V_SIZES_AT (K_SIZES_AT + K_SIZES * (KEYS == CODEBOOK ? 1 : 2))
 #define STAGE_BYTES (V_SIZES_AT + V_SIZES * (VALUES == CODEBOOK ? 1 : 2))
 
-#define K_TABLE_WORDS (KEYS == CODEBOOK ? (1 << 2 * K_BITS) * COPIES : 0)
-#define V_TABLE_WORDS (VALUES == CODEBOOK && !SAME_TABLE ? (1 << 2 * V_BITS) * COPIES : 0)
+// Levels of all pairs of codes, or of all bytes of four codes (2 bits), a copy for every lane (or for two, or four):
+// lanes then never wait for the same bank. An entry takes as many bytes either way: a pair is half as long as two.
+#define PAIR_CODES(bits) ((bits) == 2 ? 4 : 2)  // codes of an entry
+#define TABLE_WORDS(bits) ((1 << PAIR_CODES(bits) * (bits)) * COPIES)
+#define K_TABLE_WORDS (KEYS == CODEBOOK ? TABLE_WORDS(K_BITS) : 0)
+#define V_TABLE_WORDS (VALUES == CODEBOOK && !SAME_TABLE ? TABLE_WORDS(V_BITS) : 0)
 POOL(pool);
 SHARED float tops[WARPS * 16], weights[WARPS * 16];
 uint8_t* stages = reinterpret_cast<uint8_t*>(pool + K_TABLE_WORDS + V_TABLE_WORDS) + WARP * STAGES * STAGE_BYTES;
@@ -70,19 +83,19 @@ for (int row = WARP; row < ALL_ROWS; row += WARPS) {
 #endif
 
 // Levels of all pairs of codes, a copy for every lane (or for two): lanes then never wait for the same bank.
+#define FILL(words, at, table, bits)                                                                             \
+  for (int i = WARP * 32 + LANE; i < (words); i += WARPS * 32) {                                                 \
+    const unsigned codes = i / COPIES >> (PAIR_CODES(bits) == 4 ? 2 * (bits) * (i % 2) : 0), last = (1 << (bits)) - 1; \
+    pool[(at) + i] = pair_of(float(table[codes & last]), float(table[codes >> (bits) & last]));                  \
+  }
+#define OF_LANE(bits) (PAIR_CODES(bits) / 2 * (LANE % (2 * COPIES / PAIR_CODES(bits))))
 #if KEYS == CODEBOOK
-for (int i = WARP * 32 + LANE; i < K_TABLE_WORDS; i += WARPS * 32) {
-  const unsigned code = i / COPIES;
-  pool[i] = pair_of(float(k_table[code & ((1 << K_BITS) - 1)]), float(k_table[code >> K_BITS]));
-}
-const Place k_pairs = place_of(pool + LANE % COPIES, zero);
+FILL(K_TABLE_WORDS, 0, k_table, K_BITS)
+const Place k_pairs = place_of(pool + OF_LANE(K_BITS), zero);
 #endif
 #if VALUES == CODEBOOK
-for (int i = WARP * 32 + LANE; i < V_TABLE_WORDS; i += WARPS * 32) {
-  const unsigned code = i / COPIES;
-  pool[K_TABLE_WORDS + i] = pair_of(float(v_table[code & ((1 << V_BITS) - 1)]), float(v_table[code >> V_BITS]));
-}
-const Place v_pairs = place_of(pool + (SAME_TABLE ? 0 : K_TABLE_WORDS) + LANE % COPIES, zero);
+FILL(V_TABLE_WORDS, K_TABLE_WORDS, v_table, V_BITS)
+const Place v_pairs = place_of(pool + (SAME_TABLE ? 0 : K_TABLE_WORDS) + OF_LANE(V_BITS), zero);
 #endif
 BARRIER();
 
@@ -142,18 +155,24 @@ int base = GROUP_X * each + WARP * TILE, ahead = base;
     ahead += WARPS * TILE;                                                                                           \
   }
 #if KEYS == CHANNEL_AFFINE
+// Every channel has a few bytes of a line; the other warps ask for the rest of it at about the same time.
 const size_t k_row = size_t(counts[8]) / 8 * K_BITS, groups = counts[8] / K_GROUP;
 #define PIECE (K_BITS % 2 ? 8 : 16)
+#define PIECES (8 * K_BITS / PIECE)
+#define ABREAST (32 / PIECES)  // channels whose codes are asked for at a time
+const int k_channel = LANE / PIECES, k_at = LANE % PIECES * PIECE, k_to = k_channel * (8 * K_BITS) + K_MOVED(k_channel, k_at);
+const uint8_t* k_from = k_bytes + (head * DT + k_channel) * k_row + k_at;
+const size_t size_from = (head * DT + LANE) * groups;
 #define ASK_KEYS(to)                                                                                                 \
   UNROLL                                                                                                             \
-  for (int i = LANE * PIECE; i < K_BYTES; i += 32 * PIECE)                                                           \
-    copy_later<PIECE>(to + i, k_bytes + (head * DT + i / (8 * K_BITS)) * k_row + ahead / 8 * K_BITS + i % (8 * K_BITS)); \
+  for (int i = 0; i < DT; i += ABREAST)                                                                              \
+    if (32 % PIECES == 0 || (k_channel < ABREAST && k_channel + i < DT))                                             \
+      copy_line<PIECE>(to + k_to + i * (8 * K_BITS), k_from + ahead / 8 * K_BITS + i * k_row);                       \
   if (STAGED) {                                                                                                      \
     UNROLL                                                                                                           \
-    for (int c = LANE; c < DT; c += 32) {                                                                            \
-      const size_t group = (head * DT + c) * groups + ahead / K_GROUP;                                               \
-      copy_later<4>(to + K_SIZES_AT + 4 * c, k_scales + group);                                                      \
-      copy_later<4>(to + K_SIZES_AT + K_SIZES + 4 * c, k_biases + group);                                            \
+    for (int c = LANE, i = 0; i < DT; c += 32, i += 32) {                                                            \
+      copy_line<4>(to + K_SIZES_AT + 4 * c, k_scales + size_from + ahead / K_GROUP + i * groups);                    \
+      copy_line<4>(to + K_SIZES_AT + K_SIZES + 4 * c, k_biases + size_from + ahead / K_GROUP + i * groups);          \
     }                                                                                                                \
   }
 #else
@@ -175,10 +194,10 @@ const size_t k_row = size_t(counts[8]) / 8 * K_BITS, groups = counts[8] / K_GROU
 #define ASK_V_BIASES(to)
 #endif
 
-unsigned k_masks[4], other_masks[4];
+unsigned k_masks[8], other_masks[8];
 #define v_masks (K_BITS == V_BITS ? k_masks : other_masks)
 UNROLL
-for (int i = 0; i < 4; i++) k_masks[i] = mask_of<K_BITS>(i) ^ zero, other_masks[i] = mask_of<V_BITS>(i) ^ zero;
+for (int i = 0; i < 8; i++) k_masks[i] = mask_of<K_BITS>(i) + zero, other_masks[i] = mask_of<V_BITS>(i) + zero;
 
 UNROLL
 for (int stage = 0; stage < STAGES - 1; stage++) ASK(stage)
@@ -199,7 +218,77 @@ for (; base < last; base += WARPS * TILE) {
                                query_low(s, 1), b0, b1)
 #define query_low(s, x) (QUERIES > 1 ? query[s][QUERIES - 1][x] : 0u)
 
-#if KEYS == CHANNEL_AFFINE
+#if KEYS == CHANNEL_AFFINE && STEPS_IN_QUERY
+  // Steps go into the queries, codes in as 1024 plus a power of two times the code. Rows 0 to 7 of the product are the
+  // queries by the steps of the first 32 rows of the tile, rows 8 to 15 the same ones by those of the last 32 (or empty).
+  UNROLL
+  for (int o = 0; o < QUERIES; o++) {
+    float raw[2][4][4], stepped[4], biased[4];
+#if K_BITS == 2
+    unsigned pairs[STEPS / 2][4];
+    UNROLL
+    for (int s = 0; s < STEPS; s += 2) load_turned(here + (16 * s + LANE) * (8 * K_BITS), pairs[s / 2]);
+#endif
+    UNROLL
+    for (int s = 0; s < STEPS; s++) {
+      unsigned code[4];  // pairs of channels: two of the first half of the rows, two of the second
+#if K_BITS == 4
+      load_turned(here + K_BYTES / STEPS * s + (LANE & 15) * 32 + K_MOVED(LANE, LANE & 16), code);
+#elif K_BITS == 2
+      code[0] = code[2] = pairs[s / 2][s % 2 * 2], code[1] = code[3] = pairs[s / 2][s % 2 * 2 + 1];
+#else
+      unsigned units[4];
+      UNROLL
+      for (int x = 0; x < 4; x++) units[x] = unaligned<K_BITS>(here + QUERY_CHANNEL(s, x) * (8 * K_BITS), r);
+      UNROLL
+      for (int x = 0; x < 4; x++) code[x] = abreast<K_BITS>(units[2 * (x % 2)], units[2 * (x % 2) + 1], x / 2);
+#endif
+      unsigned step[2][2], bias[2];
+      UNROLL
+      for (int x = 0; x < 2; x++) {
+        const int c = QUERY_CHANNEL(s, 2 * x);
+        if (STAGED) {
+          unsigned of_channel[2];
+          load<8>(k_size + 2 * c, of_channel);
+          step[0][x] = bytes_of(of_channel[0], of_channel[1], 0x5410);
+          step[1][x] = bytes_of(of_channel[0], of_channel[1], 0x7632);
+          load<8>(k_size + K_SIZES / 2 + 2 * c, of_channel);
+          bias[x] = bytes_of(of_channel[0], of_channel[1], r < 4 ? 0x5410 : 0x7632);
+        } else {
+          const size_t at = (head * DT + c) * groups + base / K_GROUP;
+          step[0][x] = step[1][x] = halves(k_scales[at], k_scales[at + groups]);
+          bias[x] = halves(k_biases[at], k_biases[at + groups]);
+        }
+        step[0][x] = pair_mul(query[s][o][x], step[0][x]), step[1][x] = pair_mul(query[s][o][x], step[1][x]);
+      }
+      UNROLL
+      for (int h = 0; h < 2; h++) {
+        const int first = BY_HALVES ? h : 0;
+        UNROLL
+        for (int n = 0; n < 4; n++)
+          (s == 0 ? mma_first : mma)(raw[h][n], step[first][0], BY_HALVES ? 0u : step[1][0], step[first][1],
+                                     BY_HALVES ? 0u : step[1][1], digits<K_BITS>(code[2 * h], 4 * h + n, k_masks),
+                                     digits<K_BITS>(code[2 * h + 1], 4 * h + n, k_masks));
+      }
+      (s == 0 ? mma_first : mma)(stepped, step[0][0], step[1][0], step[0][1], step[1][1], INTEGER, INTEGER);
+      (s == 0 ? mma_first : mma)(biased, query[s][o][0], 0u, query[s][o][1], 0u, bias[0], bias[1]);
+    }
+    const float other = shfl_xor(biased[0], 2);  // the sum for the other half of the rows
+    UNROLL
+    for (int h = 0; h < 2; h++) {
+      const bool second = BY_HALVES ? h == 1 : j > 1;
+      const float bias = second == (j > 1) ? biased[0] : other;
+      UNROLL
+      for (int n = 0; n < 4; n++) {
+        const float part = 1.0f / float(1 << left_of<K_BITS>(4 * h + n));
+        const float rest = bias - (second ? stepped[2] : stepped[0]) * part;
+        UNROLL
+        for (int e = 0; e < 2; e++)
+          score[h][n][2 * o + e] = (second && !BY_HALVES ? raw[h][n][2 + e] : raw[h][n][e]) * part + rest;
+      }
+    }
+  }
+#elif KEYS == CHANNEL_AFFINE
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     unsigned code[4], step[2], bias[2];
@@ -207,15 +296,9 @@ for (; base < last; base += WARPS * TILE) {
     for (int x = 0; x < 4; x++) code[x] = unaligned<K_BITS>(here + QUERY_CHANNEL(s, x) * (8 * K_BITS), r);
     UNROLL
     for (int x = 0; x < 2; x++) {
-      if (STAGED) {
-        const int at = 2 * QUERY_CHANNEL(s, 2 * x) + (r >> 2);
-        step[x] = halves(k_size[at], k_size[at + 8]);
-        bias[x] = halves(k_size[K_SIZES / 2 + at], k_size[K_SIZES / 2 + at + 8]);
-      } else {
-        const size_t at = (head * DT + QUERY_CHANNEL(s, 2 * x)) * groups + (base + 8 * r) / K_GROUP;
-        step[x] = halves(k_scales[at], k_scales[at + 4 * groups]);
-        bias[x] = halves(k_biases[at], k_biases[at + 4 * groups]);
-      }
+      const size_t at = (head * DT + QUERY_CHANNEL(s, 2 * x)) * groups + (base + 8 * r) / K_GROUP;
+      step[x] = halves(k_scales[at], k_scales[at + groups]);
+      bias[x] = halves(k_biases[at], k_biases[at + groups]);
     }
     UNROLL
     for (int h = 0; h < SUBS; h++) {
@@ -244,6 +327,10 @@ for (; base < last; base += WARPS * TILE) {
         const unsigned bias = halves(k_size[K_SIZES / 2 + group], k_size[K_SIZES / 2 + group]);
         const unsigned y = K_BITS == 4 ? x : facing<K_BITS>(x, x >> (4 * K_BITS), 0);
         SCORE(0, n, 2 * u + s, pair_fma(whole<K_BITS>(y, 2 * s, k_masks), step, bias), pair_fma(whole<K_BITS>(y, 2 * s + 1, k_masks), step, bias));
+#elif K_BITS == 2
+        unsigned a, b;
+        four_levels<COPIES>(k_pairs, part_of<8>(code[n][u / 2], 2 * (u % 2) + s), a, b);
+        SCORE(0, n, 2 * u + s, a, b);
 #else
         const unsigned a = part_of<2 * K_BITS>(x, 2 * s), b = part_of<2 * K_BITS>(x, 2 * s + 1);
         SCORE(0, n, 2 * u + s, level<COPIES>(k_pairs, a), level<COPIES>(k_pairs, b));
@@ -323,31 +410,45 @@ for (; base < last; base += WARPS * TILE) {
 #endif
       UNROLL
       for (int u = 0; u < DV / 64; u++) {
-        unsigned low[2], up[2];
+        unsigned x[2][2][4];  // 16 rows of the product by 4 values
         UNROLL
         for (int y = 0; y < 2; y++) {
-          const unsigned a = unit<V_BITS>(code[y][0], u), b = unit<V_BITS>(code[y][1], u);
-          low[y] = LACED ? laced(a, b, 0) : facing<V_BITS>(a, b, 0);
-          up[y] = LACED ? laced(a, b, 1) : facing<V_BITS>(a, b, 1);
-        }
-#if VALUES == TOKEN_AFFINE
-        unsigned step[2], bias[2];
-        UNROLL
-        for (int y = 0; y < 2; y++) {
-          const int group = GROUP_OF(r, DV / 8, u, V_GROUP);
-          const int a = TILE_ROW(h, n + y, 0) * V_GROUPS + group, b = TILE_ROW(h, n + y, 1) * V_GROUPS + group;
-          step[y] = halves(v_size[a], v_size[b]);
-          bias[y] = halves(v_size[V_SIZES / 2 + a], v_size[V_SIZES / 2 + b]);
-        }
-#define VALUE(x, y, i) pair_fma(whole<V_BITS>(x[y], i, v_masks), step[y], bias[y])
+#if VALUES == CODEBOOK && V_BITS == 2
+          UNROLL
+          for (int z = 0; z < 2; z++) {
+            const unsigned codes = laced<V_BITS>(code[y][0][u / 2], code[y][1][u / 2], z);
+            UNROLL
+            for (int i = 0; i < 4; i += 2) {
+              four_levels<COPIES>(v_pairs, part_of<8>(codes, 2 * (u % 2) + i / 2), x[y][z][i], x[y][z][i + 1]);
+              x[y][z][i] = pair_mul(x[y][z][i], size[y]), x[y][z][i + 1] = pair_mul(x[y][z][i + 1], size[y]);
+            }
+          }
 #else
-#define VALUE(x, y, i) pair_mul(level<COPIES>(v_pairs, LACED ? part_of<8>(x[y], i) : both<V_BITS>(x[y], i)), size[y])
+          const unsigned a = unit<V_BITS>(code[y][0], u), b = unit<V_BITS>(code[y][1], u);
+#if VALUES == TOKEN_AFFINE
+          const int group = GROUP_OF(r, DV / 8, u, V_GROUP);
+          const int first = TILE_ROW(h, n + y, 0) * V_GROUPS + group, second = TILE_ROW(h, n + y, 1) * V_GROUPS + group;
+          const unsigned step = halves(v_size[first], v_size[second]);
+          const unsigned bias = halves(v_size[V_SIZES / 2 + first], v_size[V_SIZES / 2 + second]);
 #endif
+          UNROLL
+          for (int z = 0; z < 2; z++) {
+            UNROLL
+            for (int i = 0; i < 4; i++) {
+#if VALUES == TOKEN_AFFINE
+              x[y][z][i] = pair_fma(whole<V_BITS>(abreast<V_BITS>(a, b, z), 4 * z + i, v_masks), step, bias);
+#else
+              const unsigned codes = LACED ? part_of<8>(laced<4>(a, b, z), i) : both<V_BITS>(facing<V_BITS>(a, b, z), i);
+              x[y][z][i] = pair_mul(level<COPIES>(v_pairs, codes), size[y]);
+#endif
+            }
+          }
+#endif
+        }
         UNROLL
         for (int i = 0; i < 4; i++) {
-          const unsigned a0 = VALUE(low, 0, i), a1 = VALUE(up, 0, i), a2 = VALUE(low, 1, i), a3 = VALUE(up, 1, i);
           UNROLL
-          for (int o = 0; o < QUERIES; o++) mma(acc[o][4 * u + i], a0, a1, a2, a3, p[h][n][o], p[h][n + 1][o]);
+          for (int o = 0; o < QUERIES; o++) mma(acc[o][4 * u + i], x[0][0][i], x[0][1][i], x[1][0][i], x[1][1][i], p[h][n][o], p[h][n + 1][o]);
         }
       }
     }

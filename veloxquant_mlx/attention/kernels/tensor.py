@@ -37,13 +37,14 @@ def defines(keys: Form, values: Form, queries: int, same: bool) -> dict[str, int
         "COPIES": 16 if both and not same else 32,
         "SAME_TABLE": int(both and same),
         "STAGES": STAGES,
-        "LACED": int(values.kind == "codebook" and values.bits == 4),
+        "LACED": int(values.kind == "codebook" and values.bits in (2, 4)),
     }
 
 
 def shared_bytes(keys: Form, values: Form, constants: dict[str, int | str], rows: int, warps: int) -> int:
     """Bytes of shared memory: tables and codes; before those perhaps ``rows`` queries, later as many sums."""
-    one = sum(4**f.bits for f in (keys, values) if f.kind == "codebook")
+    # an entry is a pair of levels, or two pairs (2 bits): those of one byte of codes
+    one = sum(256 if f.bits == 2 else 4**f.bits for f in (keys, values) if f.kind == "codebook")
     tables = one // 2 if constants["SAME_TABLE"] else one
     tile = _tile(keys)
     stage = sum(tile * form.dim // 8 * form.bits for form in (keys, values))

@@ -48,13 +48,24 @@ template <int BITS> FN unsigned facing(unsigned a, unsigned b, int high) {
   return ((a >> (high ? 4 * BITS : 0)) & keep) | (((b >> (high ? 4 * BITS : 0)) & keep) << 16);
 }
 
-// Code i of each half, as a pair of whole numbers. The last 10 bits of a half are its digits: a code need not be moved to
-// the lowest of them, the products take the power of two out. `masks` are those of `mask_of`.
-template <int BITS> FN int moved(int i) { return BITS * i + BITS <= 10 ? 0 : BITS == 4 ? 8 : BITS * i; }
-template <int BITS> FN unsigned mask_of(int i) { return ONES * (((1u << BITS) - 1) << (BITS * i - moved<BITS>(i))); }
-template <int BITS> FN unsigned whole(unsigned words, int i, const unsigned (&masks)[4]) {
-  const int left = BITS * i - moved<BITS>(i);
-  const unsigned x = ((words >> moved<BITS>(i)) & masks[left / BITS]) | INTEGER;
+// Codes of two units side by side: all 8 in each half where they fit in (1 or 2 bits), else those of `facing`.
+template <int BITS> FN unsigned abreast(unsigned a, unsigned b, int high) {
+  return BITS <= 2 ? bytes_of(a, b, 0x5410) : facing<BITS>(a, b, high);
+}
+// Code i of 8 in words as `abreast` leaves them: 1024 + 2^left * code as a pair of halves. The last 10 bits of a half are
+// its digits: a code need not be moved to the lowest of them. `masks` are those of `mask_of`.
+template <int BITS> FN int dropped(int i) {
+  return BITS == 1 ? 0 : BITS == 2 ? (i < 5 ? 0 : 6) : BITS * (i % 4) + BITS <= 10 ? 0 : BITS == 4 ? 8 : 9;
+}
+template <int BITS> FN int left_of(int i) { return BITS * (BITS <= 2 ? i : i % 4) - dropped<BITS>(i); }
+template <int BITS> FN unsigned mask_of(int i) { return ONES * (((1u << BITS) - 1) << (BITS * i)); }
+template <int BITS> FN unsigned digits(unsigned words, int i, const unsigned (&masks)[8]) {
+  return ((words >> dropped<BITS>(i)) & masks[left_of<BITS>(i) / BITS]) | INTEGER;
+}
+// The same as a pair of whole numbers.
+template <int BITS> FN unsigned whole(unsigned words, int i, const unsigned (&masks)[8]) {
+  const int left = left_of<BITS>(i);
+  const unsigned x = digits<BITS>(words, i, masks);
   if (left == 0) return pair_sub(x, INTEGER);
   const unsigned inverse = (15u - left) << 10, offset = 0x8000u | (25u - left) << 10;  // 2^-left, -2^(10 - left)
   return pair_fma(x, inverse * ONES, offset * ONES);
@@ -66,9 +77,10 @@ template <int BITS> FN unsigned both(unsigned halves, int i) {
   return (x & low) | ((x >> (16 - BITS)) & (low << BITS));
 }
 
-// Codes of two units as bytes, one code of each unit in a byte (4 bits): the even (`odd` = 0) or the odd ones of both.
-FN unsigned laced(unsigned a, unsigned b, int odd) {
-  return odd ? ((a >> 4) & 0x0f0f0f0fu) | (b & 0xf0f0f0f0u) : (a & 0x0f0f0f0fu) | ((b << 4) & 0xf0f0f0f0u);
+// Codes of two words by turns, one of a and one of b: the even (`odd` = 0) or the odd ones of both (2 or 4 bits).
+template <int BITS> FN unsigned laced(unsigned a, unsigned b, int odd) {
+  const unsigned even = BITS == 2 ? 0x33333333u : 0x0f0f0f0fu;
+  return odd ? ((a >> BITS) & even) | (b & ~even) : (a & even) | ((b << BITS) & ~even);
 }
 
 // Number `i` of the parts of `BITS` bits of x.
@@ -78,6 +90,10 @@ template <int BITS> FN unsigned part_of(unsigned x, int i) {
 
 // The levels of a pair of codes; the copies of one lane begin at `pairs`.
 template <int COPIES_> FN unsigned level(Place pairs, unsigned codes) { return word_at(pairs, codes * (4 * COPIES_)); }
+// The levels of 4 codes, a byte, as two pairs.
+template <int COPIES_> FN void four_levels(Place pairs, unsigned codes, unsigned& a, unsigned& b) {
+  words_at(pairs, codes * (4 * COPIES_), a, b);
+}
 
 // Unit r of bytes in shared memory, 3 bits wide ones too.
 template <int BITS> FN unsigned unaligned(const uint8_t* at, int r) {
