@@ -120,3 +120,14 @@ def test_peak_does_not_grow_with_the_history(row: Row) -> None:
     few, many = (peak(store_of(row, n * blockwise.BLOCK), q) for n in (2, 16))
     assert many <= few * 1.05 + 65536
     assert few < 2**23  # one block: 2 heads x 512 rows x 256 numbers, scores of 4 heads x 130 x 512, a few of each
+
+
+@pytest.mark.parametrize("mask", ["causal", None])
+def test_products_in_halves(mask: str | None) -> None:
+    """float16, as on a GPU for half precision: queries, rows, scores and weights each round by 2**-11 at most."""
+    store, q = store_of(PACKED[0], 1300), queries(200, 4)
+    keys, values = store.keys.dense(dtype=mx.float32), store.values.dense(dtype=mx.float32)
+    expected = reference.attention(q, keys, values, SCALE, mask)
+    out = blockwise.attention(store, q.astype(mx.float16), SCALE, mask, None).astype(mx.float32)
+    # Scores below 8 err by 8 * 2**-11 and as much again by their factors: a weight by less than 1 in 100.
+    assert mx.linalg.norm(out - expected).item() < 0.01 * mx.linalg.norm(expected).item()

@@ -1,7 +1,8 @@
-"""Prefill over packed history: blocks of decoded rows, online softmax. No decoded copy of the history exists.
+"""Prefill over packed history: blocks of decoded rows, merged by their softmax weights. No decoded copy of the history.
 
-MLX allocates the results of a graph faster than it computes them, so each block is evaluated before the next is
-built: otherwise all blocks would live at once. No other attention waits for the device, and decoding never comes here.
+MLX allocates the results of a graph faster than it computes them, so on a GPU only two blocks are ever in flight: one
+is computed while the next is built. The CPU computes one at a time. No other attention waits for the device, and
+decoding never comes here.
 """
 
 from __future__ import annotations
@@ -10,26 +11,51 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from ..codecs.base import cast
 from . import masks
 
 if TYPE_CHECKING:
     from ..cache.store import Store
     from .entry import KeyView
 
-# Rows decoded at a time, and query rows whose scores live at a time.
+# Rows decoded at a time, and query rows whose scores live at a time. On a GPU every launch has its price, so there
+# the first is a least number: scores of one block, and floats of the decoded rows, take up to BYTES each.
 BLOCK = 512
 QUERY_ROWS = 512
+GPU_QUERY_ROWS = 2048
+BYTES = 256 << 20
+
+
+def product_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """The dtype to multiply in for queries of ``dtype``: float32, and float16 for half precision on a GPU.
+
+    There, MLX adds up in float32 but rounds scores and blocks' sums to the dtype: float16 has 11 bits and range enough
+    (rows stop at 65504, scores of a working model stay far below), bfloat16 would have 8.
+    """
+    return mx.float32 if dtype == mx.float32 or mx.default_device() == mx.cpu else mx.float16
 
 
 def attention(
     store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None, view: KeyView | None = None
 ) -> mx.array:
-    """Attention of ``q`` ``(B, Hq, L, D)`` over everything held, with at most one block of decoded rows alive."""
+    """Attention of ``q`` ``(B, Hq, L, D)`` over everything held, multiplied in q's dtype, with few decoded rows alive."""
+    length = q.shape[2]
+    rows, block = _sizes(store, q)
     tiles = [
-        _query_tile(store, q[:, :, row : row + QUERY_ROWS], row, q.shape[2], scale, mask, sinks, view)
-        for row in range(0, q.shape[2], QUERY_ROWS)
+        _query_tile(store, q[:, :, row : row + rows], row, length, block, scale, mask, sinks, view)
+        for row in range(0, length, rows)
     ]
     return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
+
+
+def _sizes(store: Store, q: mx.array) -> tuple[int, int]:
+    """Query rows of a tile, and rows of history of a block."""
+    if mx.default_device() == mx.cpu:
+        return QUERY_ROWS, BLOCK
+    b, hq, length, d = q.shape
+    rows = min(length, GPU_QUERY_ROWS)
+    scores, decoded = b * hq * rows * q.dtype.size, b * store.keys.heads * (d + store.values.dim) * mx.float32.size
+    return rows, max(BYTES // max(scores, decoded) // BLOCK * BLOCK, BLOCK)
 
 
 def _query_tile(
@@ -37,6 +63,7 @@ def _query_tile(
     q: mx.array,
     row: int,
     total: int,
+    block: int,
     scale: float,
     mask: masks.Mask,
     sinks: mx.array | None,
@@ -46,25 +73,57 @@ def _query_tile(
     b, hq, length, d = q.shape
     n, past, h = store.n, store.n - total, store.keys.heads
     rows = (q * scale).astype(q.dtype).reshape(b, h, hq // h * length, d)
-    # Running maximum, weight and weighted sum of the blocks so far; a learned sink counts from the start.
+    # Weighted sum, weight and maximum of the blocks so far; a learned sink counts from the start.
     shape = (b, h, hq // h, length, 1)
-    if sinks is None:
-        top, weight = mx.full(shape, mx.finfo(mx.float32).min), mx.zeros(shape)
-    else:
-        top, weight = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, h, hq // h, 1, 1), shape), mx.ones(shape)
     acc = mx.zeros((*shape[:4], store.values.dim))
+    if sinks is None:
+        weight, top = mx.zeros(shape), mx.full(shape, mx.finfo(mx.float32).min)
+    else:
+        weight, top = mx.ones(shape), mx.broadcast_to(sinks.astype(mx.float32).reshape(1, h, hq // h, 1, 1), shape)
+    gpu = mx.default_device() == mx.gpu
+    merge, running = _merge_fused if gpu else _merge, None
     visible = min(n, past + row + length) if isinstance(mask, str) else n
-    for start in range(0, visible, BLOCK):
-        stop = min(start + BLOCK, visible)
-        keys = store.keys.dense(start, stop, q.dtype)
+    for start in range(0, visible, block):
+        stop = min(start + block, visible)
+        keys = _in(q.dtype, store.keys.dense(start, stop, mx.float32))
         scores = rows @ (keys if view is None else view(keys, start)).swapaxes(-1, -2)
-        scores = scores.astype(mx.float32).reshape(*shape[:4], stop - start)
-        scores = masks.apply(scores, mask, past=past, row=row, column=start)
-        peak = mx.maximum(top, scores.max(axis=-1, keepdims=True))
-        shrink, p = mx.exp(top - peak), mx.exp(scores - peak)
-        values = store.values.dense(start, stop, q.dtype, done=[p])
-        mixed = p.astype(q.dtype).reshape(b, h, hq // h * length, stop - start) @ values
-        acc = acc * shrink + mixed.astype(mx.float32).reshape(*shape[:4], -1)
-        weight, top = weight * shrink + p.sum(axis=-1, keepdims=True), peak
-        mx.eval(acc, weight, top)
+        scores = _masked(scores.reshape(*shape[:4], stop - start), mask, past, row, start)
+        weights = mx.softmax(scores, axis=-1, precise=True).astype(q.dtype)
+        values = _in(q.dtype, store.values.dense(start, stop, mx.float32, done=[weights]))
+        mean = weights.reshape(b, h, -1, stop - start) @ values
+        largest, peak = weights.max(axis=-1, keepdims=True), scores.max(axis=-1, keepdims=True)
+        acc, weight, top = merge(acc, weight, top, mean.reshape(*shape[:4], -1), largest, peak)
+        flag = top[:1, :1, :1, :1]
+        mx.async_eval(flag, acc, weight, top)
+        if (waited := running if gpu else flag) is not None:
+            waited.item()  # waits for this array and no more; eval would wait for all under way
+        running = flag
     return (acc / weight).reshape(b, hq, length, -1).astype(q.dtype)
+
+
+def _in(dtype: mx.Dtype, rows: mx.array) -> mx.array:
+    return rows if dtype == mx.float32 else cast(rows, dtype)
+
+
+def _masked(scores: mx.array, mask: masks.Mask, past: int, row: int, column: int) -> mx.array:
+    if not isinstance(mask, mx.array):
+        return masks.apply(scores, mask, past, row, column)
+    # What a mask adds may be -inf, or beyond the range of halves; rows without a visible score must stay finite.
+    wide = masks.apply(scores.astype(mx.float32), mask, past, row, column)
+    return mx.maximum(wide, mx.finfo(mx.float32).min) if mask.dtype != mx.bool_ else wide
+
+
+def _merge(
+    acc: mx.array, weight: mx.array, top: mx.array, mean: mx.array, largest: mx.array, peak: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The running sums with one more block, of which we have the softmax's mean, largest weight and largest score.
+
+    The largest weight is one part in the block's sum of exponentials, so that this sum needs no pass of its own.
+    """
+    peak = peak.astype(mx.float32)
+    new = mx.maximum(top, peak)
+    shrink, more = mx.exp(top - new), mx.exp(peak - new) / largest.astype(mx.float32)
+    return acc * shrink + mean.astype(mx.float32) * more, weight * shrink + more, new
+
+
+_merge_fused = mx.compile(_merge)

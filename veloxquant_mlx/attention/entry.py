@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..codecs.base import compute_dtype, take_rows
+from ..codecs.base import cast, compute_dtype, take_rows
 from . import blockwise, masks, reference
 from .kernels import Kernels
 
@@ -69,9 +69,9 @@ def attention(
         out = kernels.attend(store, q, scale, mask, sinks, plain=key_view is None and chosen is None)
         if out is not None:
             return out, Path.KERNEL
-    x = q.astype(compute or compute_dtype(q.dtype))
     # Few query rows: scores over the packed rows are small. Many: they would outgrow a block of decoded rows.
     few = q.shape[2] * q.shape[1] // store.keys.heads <= 2 * q.shape[3]
+    x = cast(q, compute or (compute_dtype if few else blockwise.product_dtype)(q.dtype))
     out = (_packed if few else blockwise.attention)(store, x, scale, mask, sinks, key_view)
     path = Path.PACKED if few else Path.BLOCKWISE
     return out.astype(q.dtype), path if chosen is None else Path.SHUT
