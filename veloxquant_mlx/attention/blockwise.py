@@ -38,7 +38,7 @@ def product_dtype(dtype: mx.Dtype) -> mx.Dtype:
 def attention(
     store: Store, q: mx.array, scale: float, mask: masks.Mask, sinks: mx.array | None, view: KeyView | None = None
 ) -> mx.array:
-    """Attention of ``q`` ``(B, Hq, L, D)`` over everything held, multiplied in q's dtype, with few decoded rows alive."""
+    """Attention of ``q`` ``(B, Hq, L, D)`` over everything held, in q's dtype, with one or two blocks of rows alive."""
     length = q.shape[2]
     rows, block = _sizes(store, q)
     tiles = [
