@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # Many bits: a layer counts from the first of its process, and its seed with it.
     "turboquant_mse": {"bit_width_inlier": 8},
     "turboquant_prod": {"bit_width_inlier": 8, "bit_width_outlier": 8, "n_calib_tokens": 32},
-    "polar": {},
+    "polar": {"bit_width_inlier": 4},  # at 2 bits the two best tokens of the sixth step are equal but for rounding
     "nsnquant": {"nsn_residual_length": 32},
     "qjl": {"residual_length": 32, "n_outlier_channels": 4},
     "turboquant_rvq": {"bit_width_inlier": 3},

@@ -88,15 +88,17 @@ def _query_tile(
         keys = _in(q.dtype, store.keys.dense(start, stop, mx.float32))
         scores = rows @ (keys if view is None else view(keys, start)).swapaxes(-1, -2)
         scores = _masked(scores.reshape(*shape[:4], stop - start), mask, past, row, start)
-        weights = mx.softmax(scores, axis=-1, precise=True).astype(q.dtype)
+        weights, more, peak = _weights(scores, q.dtype)
         values = _in(q.dtype, store.values.dense(start, stop, mx.float32, done=[weights]))
-        mean = weights.reshape(b, h, -1, stop - start) @ values
-        largest, peak = weights.max(axis=-1, keepdims=True), scores.max(axis=-1, keepdims=True)
-        acc, weight, top = merge(acc, weight, top, mean.reshape(*shape[:4], -1), largest, peak)
+        mixed = weights.reshape(b, h, -1, stop - start) @ values
+        acc, weight, top = merge(acc, weight, top, mixed.reshape(*shape[:4], -1), more, peak)
+        if not gpu:
+            mx.eval(acc, weight, top)
+            continue
         flag = top[:1, :1, :1, :1]
         mx.async_eval(flag, acc, weight, top)
-        if (waited := running if gpu else flag) is not None:
-            waited.item()  # waits for this array and no more; eval would wait for all under way
+        if running is not None:
+            running.item()  # waits for this array and no more; eval would wait for all under way
         running = flag
     return (acc / weight).reshape(b, hq, length, -1).astype(q.dtype)
 
@@ -113,17 +115,27 @@ def _masked(scores: mx.array, mask: masks.Mask, past: int, row: int, column: int
     return mx.maximum(wide, mx.finfo(mx.float32).min) if mask.dtype != mx.bool_ else wide
 
 
-def _merge(
-    acc: mx.array, weight: mx.array, top: mx.array, mean: mx.array, largest: mx.array, peak: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The running sums with one more block, of which we have the softmax's mean, largest weight and largest score.
+def _weights(scores: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+    """Weights of a block in ``dtype``, their total, and the logarithm of what they were divided by, in float32.
 
-    The largest weight is one part in the block's sum of exponentials, so that this sum needs no pass of its own.
+    Halves are normalised, as exponentials would add up to less than they are; the largest weight is one part in the
+    block's sum of exponentials, so that this sum needs no pass of its own.
     """
-    peak = peak.astype(mx.float32)
+    peak = scores.max(axis=-1, keepdims=True).astype(mx.float32)
+    if dtype == mx.float32:
+        weights = mx.exp(scores.astype(mx.float32) - peak)
+        return weights, weights.sum(axis=-1, keepdims=True), peak
+    weights = mx.softmax(scores, axis=-1, precise=True).astype(dtype)
+    return weights, mx.ones_like(peak), peak - mx.log(weights.max(axis=-1, keepdims=True).astype(mx.float32))
+
+
+def _merge(
+    acc: mx.array, weight: mx.array, top: mx.array, mixed: mx.array, total: mx.array, peak: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The running sums with those of one more block, whose weights were divided by the exponential of ``peak``."""
     new = mx.maximum(top, peak)
-    shrink, more = mx.exp(top - new), mx.exp(peak - new) / largest.astype(mx.float32)
-    return acc * shrink + mean.astype(mx.float32) * more, weight * shrink + more, new
+    shrink, more = mx.exp(top - new), mx.exp(peak - new)
+    return acc * shrink + mixed.astype(mx.float32) * more, weight * shrink + total * more, new
 
 
 _merge_fused = mx.compile(_merge)
