@@ -198,6 +198,8 @@ def test_steps_share_a_plan_as_long_as_it_fits(method: str, monkeypatch: pytest.
 
     same(61, 140)
     assert len(plans) == 0
+    kept = caches[0]._kernels._plan
+    assert kept is not None and kept.keys.codes is kept.values.codes is None  # arrays that are outgrown are let go
     q = mx.random.normal((1, 6, 1, 64), key=mx.random.key(3))
     seen = mx.arange(140)[None] > 70
     out, wanted = (np.array(cache.attend(q, scale=0.125, mask=seen)) for cache in caches)

@@ -24,6 +24,7 @@ BLOCK = 512
 QUERY_ROWS = 512
 GPU_QUERY_ROWS = 2048
 BYTES = 256 << 20
+MOST_BLOCK = 16384  # weights of more rows would be too small for halves
 
 
 def product_dtype(dtype: mx.Dtype) -> mx.Dtype:
@@ -55,7 +56,7 @@ def _sizes(store: Store, q: mx.array) -> tuple[int, int]:
     b, hq, length, d = q.shape
     rows = min(length, GPU_QUERY_ROWS)
     scores, decoded = b * hq * rows * q.dtype.size, b * store.keys.heads * (d + store.values.dim) * mx.float32.size
-    return rows, max(BYTES // max(scores, decoded) // BLOCK * BLOCK, BLOCK)
+    return rows, min(max(BYTES // max(scores, decoded) // BLOCK * BLOCK, BLOCK), MOST_BLOCK)
 
 
 def _query_tile(

@@ -69,6 +69,8 @@ class Kernels:
             if verdict.works:
                 plan = decode.Plan(*found, q, mask, sinks, half and verdict.half)
                 self._plan = plan if few and all(side.lasting for side in found) else None
+                for side in found:
+                    side.codes = None  # arrays of now: the store makes others as it grows, and these would stay
                 return plan(q, scale, mask, sinks, store.n)
             found = verdict.reason or ""
         self.reasons.add(found)

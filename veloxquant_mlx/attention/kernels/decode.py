@@ -102,8 +102,8 @@ def _programs(call: Call) -> tuple[Program, ...]:
 
 
 @lru_cache
-def _constants(numbers: tuple[int, ...] | tuple[float, ...]) -> mx.array:
-    return mx.array(numbers, mx.int32 if isinstance(numbers[0], int) else mx.float32)
+def _constants(numbers: tuple[int, ...]) -> mx.array:
+    return mx.array(numbers, mx.int32)
 
 
 def attention(

@@ -63,8 +63,8 @@ class Form(NamedTuple):
 class Side:
     """Keys or values of a store: ``first`` sink rows, packed rows before row ``stop``, the tail.
 
-    ``codes`` describe the packed rows of now. A side that is ``lasting`` reads what the store has by the time of a
-    call, as long as it still ``holds``.
+    ``codes`` describe the packed rows of now, for whoever makes a plan. A side that is ``lasting`` reads what the store
+    has by the time of a call, as long as it still ``holds``.
     """
 
     def __init__(self, stream: StreamStore, codes: Readable | None) -> None:

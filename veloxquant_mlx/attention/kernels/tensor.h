@@ -82,7 +82,6 @@ for (int row = WARP; row < ALL_ROWS; row += WARPS) {
 #define QUERY_AT(row, c) (float(QUERY[(head * ALL_ROWS + (row)) * DT + (c)]) * scale[0])
 #endif
 
-// Levels of all pairs of codes, a copy for every lane (or for two): lanes then never wait for the same bank.
 #define FILL(words, at, table, bits)                                                                             \
   for (int i = WARP * 32 + LANE; i < (words); i += WARPS * 32) {                                                 \
     const unsigned codes = i / COPIES >> (PAIR_CODES(bits) == 4 ? 2 * (bits) * (i % 2) : 0), last = (1 << (bits)) - 1; \
