@@ -86,11 +86,11 @@ def _query_tile(
     visible = min(n, past + row + length) if isinstance(mask, str) else n
     for start in range(0, visible, block):
         stop = min(start + block, visible)
-        keys = _in(q.dtype, store.keys.dense(start, stop, mx.float32))
+        keys = cast(store.keys.dense(start, stop, mx.float32), q.dtype)
         scores = rows @ (keys if view is None else view(keys, start)).swapaxes(-1, -2)
         scores = _masked(scores.reshape(*shape[:4], stop - start), mask, past, row, start)
         weights, more, peak = _weights(scores, q.dtype)
-        values = _in(q.dtype, store.values.dense(start, stop, mx.float32, done=[weights]))
+        values = cast(store.values.dense(start, stop, mx.float32, done=[weights]), q.dtype)
         mixed = weights.reshape(b, h, -1, stop - start) @ values
         acc, weight, top = merge(acc, weight, top, mixed.reshape(*shape[:4], -1), more, peak)
         if not gpu:
@@ -102,10 +102,6 @@ def _query_tile(
             running.item()  # waits for this array and no more; eval would wait for all under way
         running = flag
     return (acc / weight).reshape(b, hq, length, -1).astype(q.dtype)
-
-
-def _in(dtype: mx.Dtype, rows: mx.array) -> mx.array:
-    return rows if dtype == mx.float32 else cast(rows, dtype)
 
 
 def _masked(scores: mx.array, mask: masks.Mask, past: int, row: int, column: int) -> mx.array:

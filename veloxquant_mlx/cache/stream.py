@@ -90,7 +90,7 @@ class StreamStore:
         if self.prompt is None or self.packed is None or not ends or self.n_sealed:
             return 0
         fit = self.spec.first_rows if self.prompt.spec.fit_rows and not self.packed.fitted else 0
-        return max(0, self.n - self.spec.sinks - self.spec.window) if self.n >= self.spec.sinks + fit else 0
+        return self.spec.n_due(self.n) if self.n >= self.spec.sinks + fit else 0
 
     def of_codec(self, n: int | None = None) -> int:
         """Rows that the next ``seal`` encodes by ``codec``; those of the prompt's block do not count."""

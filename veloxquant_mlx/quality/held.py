@@ -112,7 +112,7 @@ def _sealed(stream: Stream, kept: int, after: int) -> int:
         return 0
     if stream.prompt is None:
         return stream.n_sealed(kept)
-    block = max(0, kept - after - stream.sinks - stream.window)
+    block = stream.n_due(kept - after)
     return block + stream.n_sealed(kept - block, fitted=True)
 
 
